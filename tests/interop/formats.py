@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -110,6 +111,34 @@ def safetensors_files(binary, sources, work):
             check(f"keys of {file}", expected.keys() <= set(opened.keys()) and expected.keys() <= index["weight_map"].keys())
         check(f"bytes of {directory}", total == index["metadata"]["total_size"])
     print(f"ok: the safetensors package opens {len(sources)} checkpoints, as one file and by an index", flush=True)
+
+
+def dtypes_of_safetensors(binary, work):
+    """Every dtype that the safetensors package writes, packed ones too: the same through DCP, torch, Hugging Face and back."""
+    source, torch_file = work / "dtypes.safetensors", work / "dtypes.pt"
+    named = [value for value in vars(safetensors.torch).get("_SIZE") if isinstance(value, torch.dtype)]
+    written = {}
+    for dtype in named:
+        numel = 12 * dtype.itemsize
+        data = torch.randint(0, 2 if dtype == torch.bool else 256, (numel,), dtype=torch.uint8)
+        written[str(dtype)] = data.reshape(3, -1).view(dtype)
+    check("the dtypes of safetensors", torch.float4_e2m1fn_x2 in named and torch.float8_e8m0fnu in named)
+    safetensors.torch.save_file(written, source)
+    torch.save(written, torch_file)
+    for place in (source, torch_file):
+        directory, back = work / "dtypes-dcp", work / "dtypes-back.safetensors"
+        fsdp(binary, "convert", place, directory, "--to", "dcp", "--world-size", "2", "--overwrite")
+        check(f"{place} to dcp", same(written, tensors(directory)))
+        fsdp(binary, "convert", directory, back, "--to", "safetensors", "--overwrite")
+        check(f"{place} to dcp and safetensors", same(written, safetensors.torch.load_file(back)))
+        fsdp(binary, "convert", back, work / "dtypes-back.pt", "--to", "torch", "--overwrite")
+        check(f"{place} and to torch", same(written, torch.load(work / "dtypes-back.pt", weights_only=True)))
+        fsdp(binary, "convert", place, work / "dtypes-hf", "--to", "hf", "--overwrite")
+        found = {}
+        for file in (work / "dtypes-hf").glob("*.safetensors"):
+            found |= safetensors.torch.load_file(file)
+        check(f"{place} to hf", same(written, found))
+    print(f"ok: {len(named)} dtypes of the safetensors package through every format", flush=True)
 
 
 def hugging_face_reader(binary, sources, work):
@@ -287,6 +316,7 @@ def main():
     torch_files(binary, [*sources, every], work)
     safetensors_files(binary, [*sources, every], work)
     plain = [fixtures / name / "dcp" for name in ("fsdp2_adamw_ws2", "fsdp1_flat_adamw_ws2", "hsdp2_adamw_ws4")]
+    dtypes_of_safetensors(binary, work)
     hugging_face_reader(binary, plain, work)
     transformers_models(binary, work)
     sharded_loads(binary, [fixtures / "misc_ws3" / "dcp", fixtures / "fsdp2_bf16_adamw_ws2" / "dcp"], work)

@@ -104,7 +104,7 @@ pub mod internals {
 
     // The texts in the headers of safetensors files, and the names of the files that belong to
     // them: reading and writing must agree on each.
-    pub use crate::safetensors::header::{Header, charge_text};
+    pub use crate::safetensors::header::{Header, charge_text, is_stored_as_bytes};
     pub use crate::safetensors::paths::{PATHS, encode_paths};
     pub use crate::safetensors::sidecar::{
         DIGESTS, DIGESTS_LAYOUT, NEW_VALUES, SHARDING, SHARDS, VALUES_HASH, digests_text,

@@ -17,7 +17,8 @@ macro_rules! dtypes {
             /// Every dtype, in a fixed order.
             pub const ALL: &'static [DType] = &[$(DType::$variant),*];
 
-            /// Returns torch's name without the `torch.` in front, e.g. `bfloat16`.
+            /// Returns torch's name without the `torch.` in front, e.g. `bfloat16`. The 6-bit
+            /// floats, which torch lacks, have the name that safetensors gives them, and `_bytes`.
             #[must_use]
             pub const fn torch_name(self) -> &'static str {
                 match self { $(DType::$variant => $torch,)* }
@@ -54,7 +55,9 @@ dtypes! {
     F8E5M2, 8, "float8_e5m2", Some("F8_E5M2"), "8-bit float: 5 exponent bits, 2 mantissa bits.";
     F8E5M2Fnuz, 8, "float8_e5m2fnuz", Some("F8_E5M2FNUZ"), "Like `F8E5M2`, with one zero and one NaN.";
     F8E8M0Fnu, 8, "float8_e8m0fnu", Some("F8_E8M0"), "8-bit power of two, a block scale.";
-    F4E2M1FnX2, 8, "float4_e2m1fn_x2", None, "Two 4-bit floats in one byte; one element here is the pair.";
+    F4E2M1FnX2, 8, "float4_e2m1fn_x2", Some("F4"), "Two 4-bit floats in one byte; one element here is the pair.";
+    F6E2M3, 8, "F6_E2M3_bytes", Some("F6_E2M3"), "A byte of four 6-bit floats in three bytes: 2 exponent bits, 3 mantissa bits.";
+    F6E3M2, 8, "F6_E3M2_bytes", Some("F6_E3M2"), "Like `F6E2M3`, with 3 exponent bits and 2 mantissa bits.";
     BF16, 16, "bfloat16", Some("BF16"), "Brain float: 8 exponent bits, 7 mantissa bits.";
     F16, 16, "float16", Some("F16"), "IEEE half precision.";
     F32, 32, "float32", Some("F32"), "IEEE single precision.";
@@ -67,7 +70,39 @@ dtypes! {
     QInt32, 32, "qint32", None, "Quantized signed 32-bit.";
 }
 
+/// How a dtype packs numbers of less than a byte into elements of one byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// Numbers in a group.
+    pub numbers: usize,
+    /// Bytes of a group, which are its elements.
+    pub bytes: usize,
+}
+
 impl DType {
+    /// Returns how numbers of less than a byte are packed; `None` for other types. Shapes in
+    /// safetensors count the numbers along the last dimension, those of torch the bytes.
+    #[must_use]
+    pub const fn packing(self) -> Option<Packing> {
+        match self {
+            DType::F4E2M1FnX2 => Some(Packing {
+                numbers: 2,
+                bytes: 1,
+            }),
+            DType::F6E2M3 | DType::F6E3M2 => Some(Packing {
+                numbers: 4,
+                bytes: 3,
+            }),
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if torch has this type.
+    #[must_use]
+    pub const fn is_in_torch(self) -> bool {
+        !matches!(self, DType::F6E2M3 | DType::F6E3M2)
+    }
+
     /// Returns the number of bytes per element.
     #[must_use]
     pub const fn size_in_bytes(self) -> u64 {
@@ -92,6 +127,8 @@ impl DType {
                 | DType::F8E5M2Fnuz
                 | DType::F8E8M0Fnu
                 | DType::F4E2M1FnX2
+                | DType::F6E2M3
+                | DType::F6E3M2
                 | DType::BF16
                 | DType::F16
                 | DType::F32
@@ -99,7 +136,7 @@ impl DType {
         )
     }
 
-    /// Finds the dtype with this torch name (`float32`, no `torch.` in front).
+    /// Finds the dtype with this name ([`DType::torch_name`]).
     #[must_use]
     pub fn from_torch_name(name: &str) -> Option<DType> {
         Self::ALL

@@ -103,6 +103,7 @@ impl<'a> WriteReport<'a> {
     pub(super) fn set_conversion(&mut self, mut conversion: Converted) {
         conversion.aside.sort_by(natural::compare);
         conversion.quantized.sort_by(natural::compare);
+        conversion.stored_as_bytes.sort_by(natural::compare);
         for (key, type_name) in &conversion.dropped {
             // An opaque item may be a tensor, and those are counted apart.
             if self.source.metadata().tensor(key).is_none() {
@@ -129,6 +130,7 @@ impl<'a> WriteReport<'a> {
             "aside": conversion.aside,
             "aside_file": conversion.aside_file,
             "quantized": conversion.quantized,
+            "stored_as_bytes": conversion.stored_as_bytes,
             "containers": conversion.containers,
             "copied": conversion.copied,
             "left_behind": conversion.left_behind,
@@ -197,6 +199,10 @@ impl<'a> WriteReport<'a> {
         talk_list(
             &conversion.quantized,
             "quantized tensors were written as integers, with a value `KEY.quantizer` for each:",
+        );
+        talk_list(
+            &conversion.stored_as_bytes,
+            "tensors of dtypes that safetensors lacks were stored as bytes, which other programs read as `U8`:",
         );
         talk_list(
             &conversion.containers,

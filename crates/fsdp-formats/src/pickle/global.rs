@@ -161,8 +161,8 @@ impl Global {
                 "Tensor" => TensorClass,
                 _ if name.starts_with("per_") => QScheme(position_in(QSCHEMES, name)?),
                 _ => match fsdp_layout::DType::from_torch_name(name) {
-                    Some(dtype) => DType(dtype),
-                    None => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),
+                    Some(dtype) if dtype.is_in_torch() => DType(dtype),
+                    _ => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),
                 },
             },
             "torch.serialization" if name == "_get_layout" => GetLayout,

@@ -96,10 +96,6 @@ pub(super) fn malformed(reason: impl ToString) -> FormatError {
 /// The header's key of the file's metadata, a map from strings to strings.
 const METADATA: &str = "__metadata__";
 
-/// The dtype of 4-bit floats, two in a byte. Shapes count the floats; an element of torch's dtype
-/// is a pair of them.
-const PACKED_FLOAT4: &str = "F4";
-
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a
 /// tensor is stored as its bytes: `U8`, with one more dimension, the bytes of an element.
 pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
@@ -117,6 +113,61 @@ fn charge_header(json: &[u8]) -> Result<(), FormatError> {
 fn check_header_length(length: u64) -> Result<(), BeyondLimit> {
     let limit = MAX_SAFETENSORS_HEADER_BYTES;
     check_limit("safetensors header length", length, limit)
+}
+
+/// Returns `true` if a tensor is stored as its bytes, because safetensors has no name for its dtype,
+/// or because its shape has no dimension along which packed numbers could be counted.
+#[must_use]
+pub fn is_stored_as_bytes(dtype: DType, rank: usize) -> bool {
+    dtype.safetensors_name().is_none() || (dtype.packing().is_some() && rank == 0)
+}
+
+/// Returns the dtype that a file names, and turns its shape into that of the dtype's elements: the
+/// file counts packed numbers, and an element is a byte of them.
+///
+/// # Errors
+/// The name is unknown; the last dimension does not end where a byte does.
+fn read_dtype(tensor: &str, name: &str, shape: &mut [usize]) -> Result<DType, FormatError> {
+    let Some(dtype) = DType::from_safetensors_name(name) else {
+        let what = format!("the safetensors dtype `{name}` of `{tensor}` with shape {shape:?}");
+        return Err(FormatError::unsupported(what));
+    };
+    let Some(packing) = dtype.packing() else {
+        return Ok(dtype);
+    };
+    match shape.last_mut() {
+        Some(size) if size.is_multiple_of(packing.numbers) => {
+            *size = *size / packing.numbers * packing.bytes;
+            Ok(dtype)
+        }
+        _ => {
+            let what = format!(
+                "the safetensors dtype `{name}` of `{tensor}` with shape {shape:?}, whose last dimension is no multiple \
+                 of {} (torch cannot read it either),",
+                packing.numbers
+            );
+            Err(FormatError::unsupported(what))
+        }
+    }
+}
+
+/// Returns the shape that a file gives for a tensor of a dtype with a name in safetensors, which
+/// counts packed numbers.
+///
+/// # Errors
+/// A part of a tensor that ends inside a group of packed numbers; more numbers than can be counted.
+fn written_shape(tensor: &str, dtype: DType, shape: &[usize]) -> Result<Vec<usize>, FormatError> {
+    let mut written = shape.to_vec();
+    if let (Some(packing), Some(size)) = (dtype.packing(), written.last_mut()) {
+        let groups = Some(*size / packing.bytes).filter(|_| size.is_multiple_of(packing.bytes));
+        let numbers = groups.and_then(|groups| groups.checked_mul(packing.numbers));
+        *size = numbers.ok_or_else(|| {
+            let what =
+                format!("`{tensor}` of `{dtype}`, cut to the shape {shape:?} inside a number,");
+            FormatError::unsupported(what)
+        })?;
+    }
+    Ok(written)
 }
 
 /// Returns how many bytes a tensor has; `None` if they are more than 64 bits can count.
@@ -173,20 +224,7 @@ impl Header {
         let mut dtypes = read_raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
         for (name, mut info) in raw.tensors {
-            // Shapes of 4-bit floats count the floats. Here an element is a pair of them, so the
-            // last dimension halves.
-            let stored_dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
-                (PACKED_FLOAT4, Some(size)) if size.is_multiple_of(2) => {
-                    *size /= 2;
-                    DType::F4E2M1FnX2
-                }
-                (dtype_name, _) => DType::from_safetensors_name(dtype_name).ok_or_else(|| {
-                    FormatError::unsupported(format!(
-                        "the safetensors dtype `{dtype_name}` of `{name}` with shape {:?}",
-                        info.shape
-                    ))
-                })?,
-            };
+            let stored_dtype = read_dtype(&name, &info.dtype, &mut info.shape)?;
             let (start, end) = info.data_offsets;
             let fits = tensor_bytes(stored_dtype, &info.shape)
                 .is_some_and(|bytes| start.checked_add(bytes) == Some(end));
@@ -256,12 +294,16 @@ impl Header {
                 let what = format!("a tensor named `{METADATA}`, which the format reserves,");
                 return Err(FormatError::unsupported(what));
             }
-            let mut stored_shape = shape.to_vec();
-            let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
-                raw_dtypes.insert(name.to_owned(), dtype.torch_name().into());
-                stored_shape.push(dtype.size_in_bytes() as usize);
-                "U8"
-            });
+            let (dtype_name, stored_shape) = match dtype.safetensors_name() {
+                Some(dtype_name) if !is_stored_as_bytes(dtype, shape.len()) => {
+                    (dtype_name, written_shape(name, dtype, shape)?)
+                }
+                _ => {
+                    raw_dtypes.insert(name.to_owned(), dtype.torch_name().into());
+                    let element_bytes = dtype.size_in_bytes() as usize;
+                    ("U8", [shape, &[element_bytes]].concat())
+                }
+            };
             let end = tensor_bytes(dtype, shape)
                 .and_then(|bytes| start.checked_add(bytes))
                 .ok_or_else(|| malformed("the tensors are too large"))?;
@@ -368,25 +410,92 @@ mod tests {
     }
 
     #[test]
-    fn packed_floats_are_pairs_as_in_torch() {
-        let header = |shape: &str, end: u64| {
-            format!(r#"{{"a":{{"dtype":"F4","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
-        };
-        let parsed_header = Header::read(&file(&header("[3,8]", 12), 12)).unwrap();
-        assert_eq!(
-            parsed_header.tensors["a"],
-            TensorInfo {
-                dtype: DType::F4E2M1FnX2,
-                shape: vec![3, 4],
+    fn packed_numbers_are_counted_as_safetensors_does() {
+        for (name, dtype, numbers, bytes) in [
+            ("F4", DType::F4E2M1FnX2, 8, 4),
+            ("F6_E2M3", DType::F6E2M3, 8, 6),
+            ("F6_E3M2", DType::F6E3M2, 8, 6),
+        ] {
+            let header = |shape: &str, end: usize| {
+                format!(r#"{{"a":{{"dtype":"{name}","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
+            };
+            let theirs = file(&header(&format!("[3,{numbers}]"), 3 * bytes), 3 * bytes);
+            let parsed_header = Header::read(&theirs).unwrap();
+            let info = TensorInfo {
+                dtype,
+                shape: vec![3, bytes],
                 start: 0,
-                end: 12
+                end: 3 * bytes as u64,
+            };
+            assert_eq!(parsed_header.tensors["a"], info);
+            // What we write is the same to the `safetensors` crate.
+            let tensors = [("a", dtype, &[3, bytes][..])];
+            let mut ours = Header::encode(&IndexMap::new(), tensors).unwrap();
+            ours.extend(vec![0; 3 * bytes]);
+            for file in [&theirs, &ours] {
+                let read = safetensors::SafeTensors::deserialize(file).unwrap();
+                let tensor = read.tensor("a").unwrap();
+                assert_eq!(tensor.dtype().to_string(), name);
+                assert_eq!(tensor.shape(), [3, numbers]);
             }
-        );
-        for shape in ["[3]", "[]"] {
-            let error = Header::read(&file(&header(shape, 1), 1))
-                .unwrap_err()
-                .to_string();
-            assert!(error.contains("`F4` of `a`"), "{error}");
+            assert!(Header::read(&ours).unwrap().metadata.is_empty());
+            for shape in ["[3]", "[]"] {
+                let error = Header::read(&file(&header(shape, 1), 1))
+                    .unwrap_err()
+                    .to_string();
+                assert!(error.contains(&format!("`{name}` of `a`")), "{error}");
+            }
+        }
+        let cut = [("a", DType::F6E2M3, &[3usize, 4][..])];
+        let error = Header::encode(&IndexMap::new(), cut).unwrap_err();
+        assert!(error.to_string().contains("`a`"), "{error}");
+    }
+
+    #[test]
+    fn packed_numbers_without_a_dimension_to_count_them_are_stored_as_bytes() {
+        let tensors = [("a", DType::F4E2M1FnX2, &[][..])];
+        let mut bytes = Header::encode(&IndexMap::new(), tensors).unwrap();
+        bytes.push(7);
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(theirs.tensor("a").unwrap().shape(), [1]);
+        let ours = Header::read(&bytes).unwrap();
+        assert_eq!(ours.tensors["a"].dtype, DType::F4E2M1FnX2);
+        assert_eq!(ours.tensors["a"].shape, [0; 0]);
+    }
+
+    /// Every dtype of the `safetensors` crate, and its bits.
+    #[test]
+    fn every_dtype_of_safetensors_is_known() {
+        use safetensors::Dtype;
+        for theirs in [
+            Dtype::BOOL,
+            Dtype::F4,
+            Dtype::F6_E2M3,
+            Dtype::F6_E3M2,
+            Dtype::U8,
+            Dtype::I8,
+            Dtype::F8_E5M2,
+            Dtype::F8_E4M3,
+            Dtype::F8_E8M0,
+            Dtype::F8_E4M3FNUZ,
+            Dtype::F8_E5M2FNUZ,
+            Dtype::I16,
+            Dtype::U16,
+            Dtype::F16,
+            Dtype::BF16,
+            Dtype::I32,
+            Dtype::U32,
+            Dtype::F32,
+            Dtype::C64,
+            Dtype::F64,
+            Dtype::I64,
+            Dtype::U64,
+        ] {
+            let dtype = DType::from_safetensors_name(&theirs.to_string()).expect("a name");
+            let bits = dtype.packing().map_or(dtype.bits(), |packing| {
+                8 * packing.bytes as u64 / packing.numbers as u64
+            });
+            assert_eq!(bits, theirs.bitsize() as u64, "{theirs}");
         }
     }
 

@@ -657,9 +657,10 @@ fn read_note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T
 /// if the note makes no sense.
 fn saved_box(note: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
     let offsets = match note {
-        Some(note) if info.dtype.safetensors_name().is_none() => {
-            // Noted for the bytes that it is stored as, which have a dimension more.
-            let dimensions = note.saved_offsets.len().saturating_sub(1);
+        Some(note) if info.dtype.safetensors_name().is_none() || info.dtype.packing().is_some() => {
+            // Of a tensor that is stored as its bytes, they are noted, and they have a dimension
+            // more.
+            let dimensions = note.saved_offsets.len().min(info.shape.len());
             note.saved_offsets[..dimensions].to_vec()
         }
         Some(note) => note.saved_offsets.clone(),

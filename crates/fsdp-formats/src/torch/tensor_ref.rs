@@ -353,6 +353,13 @@ pub fn check_writable(dtype: DType) -> Result<(), FormatError> {
         let what = format!("writing the quantized dtype `{dtype}` as a torch tensor");
         return Err(FormatError::unsupported(what));
     }
+    if !dtype.is_in_torch() {
+        let what = format!(
+            "the dtype `{dtype}`, which torch lacks, in a format of torch's (convert to safetensors, or leave it out \
+             with `--exclude`),"
+        );
+        return Err(FormatError::unsupported(what));
+    }
     Ok(())
 }
 

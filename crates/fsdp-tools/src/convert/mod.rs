@@ -27,14 +27,15 @@ use std::collections::{BTreeMap, HashSet};
 
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, Structure};
 use fsdp_formats::internals::{
-    byte_length, check_expansion, check_key_length, opaque_entries, shown,
+    byte_length, check_expansion, check_key_length, check_writable, is_stored_as_bytes,
+    opaque_entries, shown,
 };
 use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::TensorBox;
 
 use self::integers::IntegerView;
-use self::output::{Conversion, saturating_bytes};
+use self::output::{Conversion, encode_error, saturating_bytes};
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
@@ -134,9 +135,13 @@ pub fn convert(
         left_behind,
         ..Converted::default()
     };
-    for (_, tensor) in source.metadata().tensors() {
+    for (fqn, tensor) in source.metadata().tensors() {
         converted.tensors += 1;
-        let bytes = saturating_bytes(&tensor.shape, tensor.properties.dtype);
+        let dtype = tensor.properties.dtype;
+        if !target.is_of_torch() && is_stored_as_bytes(dtype, tensor.shape.len()) {
+            converted.stored_as_bytes.push(format!("{fqn} ({dtype})"));
+        }
+        let bytes = saturating_bytes(&tensor.shape, dtype);
         converted.bytes = converted.bytes.saturating_add(bytes);
     }
     if aside_file.is_some() {
@@ -144,7 +149,7 @@ pub fn convert(
         converted.aside = values.map(|(fqn, _)| fqn.to_owned()).collect();
     }
     converted.aside_file = aside_file;
-    if let OutputFormat::Dcp { .. } | OutputFormat::Torch = target {
+    if target.is_of_torch() {
         let notes = source.notes().into_iter();
         converted.notes_left_out = notes.map(|(key, _)| key.to_owned()).collect();
     }
@@ -223,8 +228,8 @@ fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
     Err(unsupported(&fqn, what))
 }
 
-/// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as
-/// large as they are.
+/// Refuses tensors of dtypes that the format has not, and tensors with vastly more elements than are
+/// stored, before any plan or file becomes as large as they are.
 fn check_sizes(
     source: &dyn Checkpoint,
     target: OutputFormat,
@@ -243,6 +248,9 @@ fn check_sizes(
         .tensors()
         .filter(|(fqn, _)| !opaque_keys.contains(fqn))
     {
+        if target.is_of_torch() {
+            check_writable(tensor.properties.dtype).map_err(|source| encode_error(fqn, source))?;
+        }
         // More bytes than this machine can count are refused like the most that it can.
         let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
             .unwrap_or(usize::MAX);

@@ -43,6 +43,14 @@ pub enum OutputFormat {
     Torch,
 }
 
+impl OutputFormat {
+    /// Returns `true` for formats whose tensors torch itself rebuilds, so that they have only
+    /// dtypes of torch's.
+    pub(super) fn is_of_torch(self) -> bool {
+        matches!(self, OutputFormat::Dcp { .. } | OutputFormat::Torch)
+    }
+}
+
 /// The options of a conversion.
 #[derive(Clone, Copy, Default)]
 pub struct ConvertOptions<'o> {
@@ -87,6 +95,9 @@ pub struct Converted {
     /// The keys of quantized tensors, written as the integers that they are made of. Their scales
     /// and zero points are values `KEY.quantizer`.
     pub quantized: Vec<String>,
+    /// The keys of tensors whose dtypes safetensors has no name for, with the dtype of each. Other
+    /// programs read their bytes.
+    pub stored_as_bytes: Vec<String>,
     /// The containers that the format cannot express, each with its place: dict keys that are not
     /// text have become text, tuples have become lists, and empty dicts are left out.
     pub containers: Vec<String>,

@@ -5,8 +5,8 @@ use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
 use fsdp_formats::internals::{
     DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, INTEGRITY_FILE, Integrity, PATHS,
     PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, charge_text, check_copy,
-    decode_values, digests_text, encode_paths, encode_values, layout_text, shard_name, values_hash,
-    values_names, write_payloads, wrong_box,
+    decode_values, digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text,
+    shard_name, values_hash, values_names, write_payloads, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
@@ -515,9 +515,8 @@ pub(super) fn write_shards(
         let mut sharding = serde_json::Map::new();
         for piece in &pieces {
             let mut offsets = piece.bounds.offsets.clone();
-            // A type that safetensors does not know is stored as bytes, in a dimension of their
-            // own.
-            if piece.dtype.safetensors_name().is_none() {
+            // The bytes of a tensor that is stored as such have a dimension of their own.
+            if is_stored_as_bytes(piece.dtype, offsets.len()) {
                 offsets.push(0);
             }
             let place = serde_json::json!({ "saved_offsets": offsets });
@@ -536,7 +535,7 @@ pub(super) fn write_shards(
 }
 
 /// Returns a rank's rows of all tensors. Tensors that cannot be cut are in the first file: scalars,
-/// empty tensors, and tensors that were inside values.
+/// empty tensors, rows of packed numbers, and tensors that were inside values.
 fn pieces_of_rank<'a>(
     whole_tensors: &[Piece<'a>],
     inner_tensors: &InnerTensors<'_>,
@@ -547,7 +546,9 @@ fn pieces_of_rank<'a>(
     for piece in whole_tensors {
         let is_cut = !piece.bounds.sizes.is_empty()
             && !piece.bounds.is_empty()
-            && !inner_tensors.contains_key(piece.fqn);
+            && !inner_tensors.contains_key(piece.fqn)
+            // Packed numbers must not be cut inside of one.
+            && !(piece.dtype.packing().is_some() && piece.bounds.rank() == 1);
         if !is_cut {
             if rank == 0 {
                 pieces.push(piece.clone());

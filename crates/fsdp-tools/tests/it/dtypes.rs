@@ -2,6 +2,7 @@
 //! readable, and the same after any conversion.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, open};
@@ -91,6 +92,144 @@ fn every_dtype_survives_every_conversion() {
                 "{from} to {target:?} and back"
             );
         }
+    }
+}
+
+/// Writes a safetensors file as the `safetensors` library does: names, dtypes, shapes and bytes.
+fn write_safetensors(path: &Path, tensors: &[(&str, safetensors::Dtype, &[usize], &[u8])]) {
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        let view = safetensors::tensor::TensorView::new(*dtype, shape.to_vec(), data);
+        (*name, view.expect("the bytes fit the shape"))
+    });
+    let bytes = safetensors::serialize(views, None).expect("all of it can be written");
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Returns the safetensors files of a checkpoint, which is one or a directory of them.
+fn safetensors_files(path: &Path) -> Vec<PathBuf> {
+    if path.is_file() {
+        return vec![path.to_owned()];
+    }
+    let entries = std::fs::read_dir(path).unwrap();
+    entries
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|ending| ending == "safetensors")
+        })
+        .collect()
+}
+
+#[test]
+fn packed_floats_keep_their_name_and_are_counted_as_the_safetensors_library_does() {
+    use safetensors::Dtype;
+    let parent = tempfile::tempdir().unwrap();
+    let from = parent.path().join("from.safetensors");
+    let data: Vec<u8> = (0..24).map(|byte| byte * 7 + 3).collect();
+    let theirs = [
+        ("four", Dtype::F4, &[6, 8][..], &data[..]),
+        ("four.row", Dtype::F4, &[10], &data[..5]),
+        ("four.none", Dtype::F4, &[3, 0], &[]),
+        ("scale", Dtype::F8_E8M0, &[2, 3], &data[..6]),
+        ("fnuz", Dtype::F8_E4M3FNUZ, &[4], &data[..4]),
+        ("complex", Dtype::C64, &[3], &data[..24]),
+    ];
+    write_safetensors(&from, &theirs);
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let held = tensors(&*source);
+    let info = |name: &str| (held[name].0.torch_name(), held[name].1.as_slice());
+    assert_eq!(info("four"), ("float4_e2m1fn_x2", &[6, 4][..]));
+    assert_eq!(info("scale"), ("float8_e8m0fnu", &[2, 3][..]));
+    assert_eq!(info("complex"), ("complex64", &[3][..]));
+    for (number, target) in TARGETS.into_iter().enumerate() {
+        let converted = parent.path().join(format!("{number}"));
+        let done = convert(&*source, &converted, target, ConvertOptions::default()).unwrap();
+        assert_eq!(done.stored_as_bytes, [""; 0], "{target:?}");
+        let opened = open(&converted, OpenOptions::default()).unwrap();
+        assert_eq!(tensors(&*opened), held, "{target:?}");
+        // And back: the library reads what it had written.
+        let back = parent.path().join(format!("{number}-back.safetensors"));
+        convert(
+            &*opened,
+            &back,
+            OutputFormat::SafetensorsFile,
+            ConvertOptions::default(),
+        )
+        .unwrap();
+        let bytes = std::fs::read(&back).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (name, dtype, shape, data) in theirs {
+            let tensor = file.tensor(name).unwrap();
+            assert_eq!((tensor.dtype(), tensor.shape()), (dtype, shape), "{name}");
+            assert_eq!(tensor.data(), data, "{name}");
+        }
+    }
+}
+
+#[test]
+fn six_bit_floats_which_torch_lacks_stay_in_safetensors() {
+    use safetensors::Dtype;
+    let parent = tempfile::tempdir().unwrap();
+    let from = parent.path().join("from.safetensors");
+    let data: Vec<u8> = (0..60).map(|byte| byte * 4 + 1).collect();
+    let theirs = [
+        ("a", Dtype::F6_E2M3, &[5, 16][..], &data[..]),
+        ("b", Dtype::F6_E3M2, &[8], &data[..6]),
+    ];
+    write_safetensors(&from, &theirs);
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let held = tensors(&*source);
+    assert_eq!(held["a"].0.torch_name(), "F6_E2M3_bytes");
+    for (number, target) in TARGETS.into_iter().enumerate() {
+        let converted = parent.path().join(format!("{number}"));
+        let outcome = convert(&*source, &converted, target, ConvertOptions::default());
+        if matches!(target, OutputFormat::Dcp { .. } | OutputFormat::Torch) {
+            let error = with_causes(&outcome.unwrap_err());
+            for text in ["`a`", "F6_E2M3", "--exclude"] {
+                assert!(error.contains(text), "{target:?}: {error}");
+            }
+            assert!(!converted.exists());
+            continue;
+        }
+        assert_eq!(outcome.unwrap().stored_as_bytes, [""; 0]);
+        let opened = open(&converted, OpenOptions::default()).unwrap();
+        assert_eq!(tensors(&*opened), held, "{target:?}");
+        for file in safetensors_files(&converted) {
+            let bytes = std::fs::read(&file).unwrap();
+            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            for (name, tensor) in file.tensors() {
+                let their_dtype = theirs.iter().find(|(their_name, ..)| *their_name == name);
+                assert_eq!(
+                    Some(tensor.dtype()),
+                    their_dtype.map(|(_, dtype, ..)| *dtype)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_that_safetensors_stores_as_bytes_are_listed() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("dtypes/every"), OpenOptions::default()).unwrap();
+    for target in [
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsShards { ranks: 2 },
+    ] {
+        let to = parent.path().join(format!("{target:?}"));
+        let done = convert(&*source, to, target, ConvertOptions::default()).unwrap();
+        let mut listed = done.stored_as_bytes;
+        listed.sort();
+        assert_eq!(
+            listed,
+            [
+                "m.complex128 (complex128)",
+                "m.complex32 (complex32)",
+                "m.empty (complex128)",
+                "m.scalar (complex32)",
+                "m.transposed (complex128)",
+            ]
+        );
     }
 }
 
