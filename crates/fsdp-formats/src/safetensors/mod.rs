@@ -8,6 +8,7 @@
 pub(crate) mod header;
 pub(crate) mod paths;
 pub(crate) mod read;
+mod shards;
 pub(crate) mod sidecar;
 pub(crate) mod slices;
 pub(crate) mod values;

@@ -1,10 +1,10 @@
 //! safetensors files as checkpoints.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use fsdp_digest::StateDigest;
-use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
@@ -13,6 +13,7 @@ use tracing::warn;
 
 use super::header::{Header, TensorInfo, charge_text, malformed};
 use super::paths::{self, PATHS};
+use super::shards::ShardFiles;
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text,
     is_about_file, layout_text, shard_name, values_beside, values_hash, values_names,
@@ -279,6 +280,7 @@ impl SafetensorsCheckpoint {
                     shard_count = shard_count.max(opened.parse_shard_count(name, &texts)?);
                 }
                 opened.check_expected(&names, (0..shard_count).map(shard_name))?;
+                opened.check_shards(&ShardFiles::among(&files), shard_count > 0)?;
                 if let Some(rank_note) = &first_note {
                     opened.check_expected(&names, rank_note.file_names())?;
                 }
@@ -379,6 +381,39 @@ impl SafetensorsCheckpoint {
         // few missing names are made.
         let missing = expected.filter(|name| names.binary_search(name).is_err());
         self.directory.check_missing(missing)
+    }
+
+    /// Checks that no file is missing among those of the ranks.
+    ///
+    /// torch notes nowhere how many there are (`has_count` is `false`): only their numbers, and
+    /// tensors that are not whole, tell. A rank that had nothing to write has no file, so the
+    /// files after the last one are not missed, which is logged.
+    fn check_shards(&self, files: &ShardFiles, has_count: bool) -> Result<(), FileError> {
+        if files.is_empty() || has_count {
+            return Ok(());
+        }
+        self.directory.check_missing(files.missing())?;
+        // Tensors with holes, by one of the files that have parts of them.
+        let mut with_holes = BTreeSet::new();
+        for (_, tensor) in self.metadata.tensors() {
+            let numels = tensor.chunks.iter().map(|chunk| chunk.bounds.numel());
+            let covered = numels.fold(0, usize::saturating_add);
+            let mut stored = tensor
+                .chunks
+                .iter()
+                .filter_map(|chunk| chunk.stored.as_ref());
+            if checked_numel(&tensor.shape).is_some_and(|numel| covered < numel) {
+                with_holes.extend(stored.next().map(|stored| &stored.relative_path));
+            }
+        }
+        let missing_parts: BTreeSet<String> = with_holes
+            .into_iter()
+            .flat_map(|file| files.missing_beside(file))
+            .collect();
+        self.directory.check_missing(missing_parts)?;
+        let path = self.path.display();
+        warn!(%path, "torch does not note how many ranks have written: if the file of a last rank is missing, that is not noticed");
+        Ok(())
     }
 
     /// Checks that a file is of the same ranks as the first one.

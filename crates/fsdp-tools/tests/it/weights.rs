@@ -7,10 +7,12 @@ use fsdp_formats::checkpoint::{Format, check_replaceable, open};
 use fsdp_formats::internals::{Header, decode_value, encode_value};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
-use fsdp_layout::{DType, PlainTensor, PlainValue};
+use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use indexmap::IndexMap;
+
+use crate::foreign::refused;
 
 fn tensor() -> PlainValue {
     PlainValue::Tensor(PlainTensor {
@@ -187,6 +189,81 @@ fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_cop
         write(plain, "{}", 2);
         assert_in_two_files(parent.path(), "a", files);
     }
+}
+
+/// Writes files of torch's `HuggingFaceStorageWriter`, each with a tensor of two rows that begins at
+/// a row: its name, that of the tensor, and the row.
+fn write_shards(directory: &Path, files: &[(&str, &str, usize)]) {
+    for (file, key, row) in files {
+        let note = format!(r#"{{"{key}": {{"saved_offsets": [{row}]}}}}"#);
+        let metadata = IndexMap::from([
+            ("DCP_SHARDING_INFO".to_owned(), note),
+            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
+        ]);
+        let header = Header::encode(&metadata, [(*key, DType::U8, &[2usize][..])]).unwrap();
+        std::fs::write(directory.join(file), [header, vec![1, 2]].concat()).unwrap();
+    }
+}
+
+#[test]
+fn a_lost_shard_is_missed_by_the_numbers_of_the_others() {
+    let shard = |rank: usize, number: usize, count: usize| {
+        format!("shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors")
+    };
+    let one = |rank: usize| shard(rank, 1, 1);
+    for (files, missing) in [
+        // Whole tensors, of which each is in one file.
+        (vec![(one(1), "a", 0), (one(3), "c", 0)], one(2)),
+        (vec![(one(2), "b", 0), (one(3), "c", 0)], one(1)),
+        // Parts of a tensor.
+        (vec![(one(1), "a", 0), (one(3), "a", 4)], one(2)),
+        (vec![(one(2), "a", 2), (one(3), "a", 4)], one(1)),
+        // A file of one rank among two for each.
+        (
+            vec![
+                (shard(1, 1, 2), "a", 0),
+                (shard(1, 2, 2), "b", 0),
+                (shard(2, 2, 2), "b", 2),
+                (shard(3, 1, 2), "a", 4),
+                (shard(3, 2, 2), "b", 4),
+            ],
+            shard(2, 1, 2),
+        ),
+        (
+            vec![(shard(1, 1, 2), "a", 0), (shard(2, 1, 2), "a", 2)],
+            "shard-*-model-00002-of-00002.safetensors".to_owned(),
+        ),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        let files: Vec<_> = files
+            .iter()
+            .map(|(name, key, row)| (name.as_str(), *key, *row))
+            .collect();
+        write_shards(parent.path(), &files);
+        let error = refused(parent.path());
+        assert_eq!(error.kind(), ErrorKind::Incomplete, "{files:?}");
+        match error {
+            FileError::MissingFiles { files: found, .. } => assert_eq!(found, [missing]),
+            other => panic!("{files:?}: {}", with_causes(&other)),
+        }
+    }
+}
+
+#[test]
+fn shards_of_consecutive_ranks_are_whole_and_an_empty_file_stands_for_a_rank_without_tensors() {
+    let parent = tempfile::tempdir().unwrap();
+    let files = [
+        ("shard-00001-model-00001-of-00001.safetensors", "a", 0),
+        ("shard-00003-model-00001-of-00001.safetensors", "a", 2),
+    ];
+    write_shards(parent.path(), &files);
+    let empty = Header::encode(&IndexMap::new(), []).unwrap();
+    let second = "shard-00002-model-00001-of-00001.safetensors";
+    std::fs::write(parent.path().join(second), empty).unwrap();
+    let source = open(parent.path(), OpenOptions::default()).unwrap();
+    assert_eq!(source.metadata().tensor("a").unwrap().shape, [4]);
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
+    assert!(report.is_ok(), "{:?}", report.problems);
 }
 
 #[test]
