@@ -393,7 +393,7 @@ pub fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
 
 /// Returns the first few of some items for a message, as `show` writes each, and how many more
 /// there are of this kind.
-fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
+pub(crate) fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
     // A checkpoint may have a million keys, of which a message can only give an impression.
     const LISTED: usize = 4;
     let names: Vec<String> = items.iter().take(LISTED).map(show).collect();

@@ -3,7 +3,7 @@
 use crate::dcp::reader::{CheckpointReader, metadata_files};
 use crate::dcp::sidecars;
 use crate::deepspeed;
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, FormatError, listed};
 use crate::folder;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
@@ -188,8 +188,30 @@ fn open_directory(
     if let Some(what) = megatron_format(&directory, &names)? {
         return Err(unsupported_error(location, what));
     }
+    if let Some(what) = unknown_torch_files(&names) {
+        return Err(unsupported_error(location, &what));
+    }
     // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
+}
+
+/// Returns the description, for an error, of a directory with files of `torch.save` whose names tell
+/// no format; `None` if there are none, or it is one of DCP's.
+fn unknown_torch_files(names: &[String]) -> Option<String> {
+    let is_of_torch = |name: &&String| {
+        let mut endings = [".pt", ".pth", ".bin", ".ckpt"].iter();
+        !name.starts_with('.') && endings.any(|ending| name.ends_with(ending))
+    };
+    let files: Vec<&String> = names.iter().filter(is_of_torch).collect();
+    // An interrupted save of DCP may have other files beside its own.
+    if files.is_empty() || names.iter().any(|name| is_data_of_dcp(name)) {
+        return None;
+    }
+    let files = listed(&files, " files", |name| format!("`{name}`"));
+    Some(format!(
+        "a directory with {files}, whose names tell no format (name a file that has all; rename those of ranks as \
+         `model_world_size_4_rank_0.pt` or `model_rank0.bin`),"
+    ))
 }
 
 /// Returns the description, for an error, of a directory in one of Megatron's formats that are not

@@ -383,3 +383,22 @@ fn hidden_files_are_no_ranks() {
     let keys = |path| -> Vec<String> { opened(path).metadata().entries.keys().cloned().collect() };
     assert_eq!(keys(&path), keys(&fixture("per_rank/verl")));
 }
+
+#[test]
+fn files_of_unknown_names_are_listed_with_the_names_that_are_read() {
+    let parent = tempfile::tempdir().unwrap();
+    for rank in 0..6 {
+        std::fs::write(parent.path().join(format!("weights.part{rank}.pth")), b"").unwrap();
+    }
+    std::fs::write(parent.path().join("notes.txt"), b"").unwrap();
+    let error = with_causes(&refused(parent.path()));
+    for text in ["`weights.part0.pth`", "and 2 more files", "_rank_0.pt`"] {
+        assert!(error.contains(text), "{error}");
+    }
+    // A save of DCP that was interrupted is one still.
+    std::fs::write(parent.path().join("__0_0.distcp"), b"").unwrap();
+    assert!(matches!(
+        refused(parent.path()),
+        FileError::NotCommitted { .. }
+    ));
+}
