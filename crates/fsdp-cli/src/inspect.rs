@@ -296,18 +296,20 @@ fn stored_bytes(entry: &Entry) -> u64 {
     lengths.into_iter().fold(0, u64::saturating_add)
 }
 
-/// Returns the step at which a checkpoint was saved; `None` if no usual key has it. One that is
-/// damaged does not keep the rest from being shown: `verify` is for damage.
+/// Returns the step at which a checkpoint was saved; `None` if neither a usual key nor the lineage has
+/// it. One that is damaged does not keep the rest from being shown: `verify` is for damage.
 fn find_step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
-    STEPS.iter().find_map(|key| {
+    let by_key = STEPS.iter().find_map(|key| {
         let entry = entries.get(*key)?;
         // A longer value is no number, and need not be read.
         if !is_value(entry) || stored_bytes(entry) > MAX_STEP_BYTES {
             return None;
         }
         source.read_value(key).ok()?.as_int()
-    })
+    });
+    let lineage = source.directory().lineage();
+    by_key.or_else(|| i64::try_from(lineage?.step).ok())
 }
 
 impl Tensor {

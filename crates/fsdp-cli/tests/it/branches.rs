@@ -52,3 +52,21 @@ fn a_branch_that_the_run_has_left_is_told_and_neither_counts_nor_goes() {
         );
     assert_eq!(names_in(run.path()), ["step-00000025", "step-00000030"]);
 }
+
+#[test]
+fn inspect_takes_the_step_from_the_lineage_where_no_key_has_it() {
+    let run = tempfile::tempdir().unwrap();
+    run_local(1, |group| {
+        let options = CheckpointerOptions::default();
+        let mut checkpointer = Checkpointer::new(run.path(), &group, options).unwrap();
+        let mut state = StateDict::new();
+        state.insert("epochs", 3i64);
+        checkpointer.save(70, &state).unwrap();
+    })
+    .unwrap();
+    let checkpoint = run.path().join("step-00000070");
+    fsdp(&["inspect", checkpoint.to_str().unwrap()])
+        .assert()
+        .success()
+        .stdout(predicates::str::is_match("(?m)^step +70$").unwrap());
+}

@@ -176,7 +176,9 @@ impl CheckedDirectory {
     }
 
     /// Returns the lineage that the integrity file has.
-    pub(crate) fn lineage(&self) -> Option<&Lineage> {
+    #[doc(hidden)]
+    #[must_use]
+    pub fn lineage(&self) -> Option<&Lineage> {
         self.integrity.as_ref()?.lineage.as_ref()
     }
 
