@@ -123,6 +123,7 @@ pub mod internals {
 
     // Reading and comparing whole checkpoints, in pieces of bounded size.
     pub use crate::dcp::sidecars::SIDECAR_FILES;
+    pub use crate::deepspeed::universal::parameter_files;
     pub use crate::digest::{check_copy, digest_of_quantizer};
     pub use crate::formats::opaque::{digest_of_opaque, opaque_entries, stream_stored};
     pub use crate::formats::read::byte_length;

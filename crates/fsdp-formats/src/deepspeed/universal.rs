@@ -40,6 +40,22 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
         && location.join(PARAMETERS_DIRECTORY).storage()?.kind()? == Some(EntryKind::Directory))
 }
 
+/// Returns the files of the parameters in such a directory, relative to it. DeepSpeed needs the copies
+/// too, which are not read here.
+pub fn parameter_files(location: &Location) -> Result<Vec<String>, FileError> {
+    let parameters_directory = location.join(PARAMETERS_DIRECTORY);
+    let mut files = Vec::new();
+    for name in parameters_directory.names()? {
+        let parameter_directory = parameters_directory.join(&name);
+        if parameter_directory.storage()?.kind()? == Some(EntryKind::Directory) {
+            for file in parameter_directory.names()? {
+                files.push(format!("{PARAMETERS_DIRECTORY}/{name}/{file}"));
+            }
+        }
+    }
+    Ok(files)
+}
+
 /// Opens such a directory.
 ///
 /// # Errors

@@ -49,6 +49,11 @@ impl ExtraFiles {
         if checkpoint.format() == Format::Folder {
             stored.extend(checkpoint.parts().iter().map(|part| part.path));
         }
+        // The directories that have some of its files.
+        let own_directories: HashSet<&str> = stored
+            .iter()
+            .filter_map(|path| Some(path.split_once('/')?.0))
+            .collect();
         let mut extra_files = ExtraFiles::default();
         for name in directory.names()? {
             if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
@@ -60,7 +65,7 @@ impl ExtraFiles {
             }
             if is_file && !is_other_data(&name) {
                 extra_files.files.push(name)
-            } else {
+            } else if !own_directories.contains(name.as_str()) {
                 extra_files.others.push(name)
             }
         }

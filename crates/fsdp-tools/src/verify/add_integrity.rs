@@ -6,7 +6,7 @@ use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, open, values_besi
 use fsdp_formats::digest::digest;
 use fsdp_formats::internals::{
     Directory, FileIntegrity, INTEGRITY_FILE, Integrity, Window, block_length, default_threads,
-    integrity_beside,
+    integrity_beside, parameter_files,
 };
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{Durable, ReadAt};
@@ -96,6 +96,10 @@ fn find_cuts(
                 cuts.entry(name).or_default();
             }
         }
+    }
+    if format == Format::DeepSpeedUniversal {
+        let files = parameter_files(location)?;
+        cuts.extend(files.into_iter().map(|file| (file, BTreeSet::new())));
     }
     for (_, _, stored) in checkpoint.metadata().stored() {
         let cuts = cuts.entry(stored.relative_path.clone()).or_default();

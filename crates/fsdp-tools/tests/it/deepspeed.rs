@@ -1,7 +1,7 @@
 //! DeepSpeed's ZeRO 1 to 3, and its Universal Checkpoint.
 
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Format};
+use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format};
 use fsdp_formats::internals::encode_value;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
@@ -67,6 +67,8 @@ fn all_of_a_model_is_read_from_what_deepspeed_has_written() {
         assert!(report.is_ok(), "{name}: {:?}", report.problems);
     }
     for name in ["zero1", "zero2", "universal1"] {
+        let extra_files = ExtraFiles::find(&*deepspeed_run(name)).unwrap();
+        assert_eq!(extra_files.others, [""; 0], "{name}");
         assert_converts(&model_and_moments(&*deepspeed_run(name)));
     }
 }

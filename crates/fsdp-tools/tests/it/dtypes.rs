@@ -185,7 +185,7 @@ fn six_bit_floats_which_torch_lacks_stay_in_safetensors() {
         let outcome = convert(&*source, &converted, target, ConvertOptions::default());
         if matches!(target, OutputFormat::Dcp { .. } | OutputFormat::Torch) {
             let error = with_causes(&outcome.unwrap_err());
-            for text in ["`a`", "F6_E2M3", "--exclude"] {
+            for text in ["cannot write `", "F6_E", "--exclude"] {
                 assert!(error.contains(text), "{target:?}: {error}");
             }
             assert!(!converted.exists());
