@@ -27,3 +27,9 @@ pub(crate) fn install(python: &Path, packages: &[&str]) -> Result<()> {
         .args(["-m", "pip", "install", "--quiet"])
         .args(packages))
 }
+
+/// Installs a package from a file once more, without those that it needs: it may have changed under
+/// the same version.
+pub(crate) fn reinstall(python: &Path, file: &str) -> Result<()> {
+    install(python, &["--force-reinstall", "--no-deps", file])
+}

@@ -3,12 +3,14 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
+use fsdp_cli::{CommandError, exit_codes};
 use fsdp_formats::checkpoint;
 use fsdp_formats::metadata::{BytesEntry, Entry, encode};
 use fsdp_formats::plan::{LoadPlanError, LoadRequest};
 use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
 use fsdp_formats::{FileError, writer};
 use fsdp_layout::TensorBox;
+use globset::Glob;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -58,6 +60,28 @@ impl Checkpoint {
             .values()
             .map(|(name, _)| name.to_owned())
             .collect()
+    }
+
+    /// Lists the keys of tensors and values that a glob matches, in the order of the checkpoint.
+    ///
+    /// # Errors
+    /// A glob that is none.
+    fn matching(&self, py: Python<'_>, glob: &str) -> PyResult<Vec<String>> {
+        let matcher = Glob::new(glob)
+            .map_err(|error| {
+                let message = format!("`{glob}` is not a valid glob: {}", error.kind());
+                to_exception(
+                    py,
+                    CommandError {
+                        exit_code: exit_codes::USAGE,
+                        message,
+                        hint: Some("a glob may contain `*`, `?`, `[a-z]` and `{a,b}`"),
+                    },
+                )
+            })?
+            .compile_matcher();
+        let keys = self.opened.metadata().entries.keys();
+        Ok(keys.filter(|key| matcher.is_match(key)).cloned().collect())
     }
 
     /// Returns the metadata as a pickle of torch's `Metadata`. It is encoded from the parsed

@@ -7,6 +7,7 @@
 mod checkpoint;
 mod command;
 mod error;
+mod hashed;
 mod memory;
 mod staging;
 mod value;
@@ -20,6 +21,8 @@ mod native {
     use super::checkpoint::Checkpoint;
     #[pymodule_export]
     use super::command::{report, run};
+    #[pymodule_export]
+    use super::hashed::{FileHasher, HashedFile, HashedFiles, join_integrity};
     #[pymodule_export]
     use super::staging::Staging;
 }

@@ -1,5 +1,6 @@
 """The cases of `test_storage.py`, which four ranks run one after the other: those of torch's own tests of storage."""
 
+import inspect
 import io
 import itertools
 import os
@@ -223,6 +224,41 @@ def a_save_that_fails_on_some_ranks_fails_on_all_and_keeps_the_old_one(place):
         loaded = state(0.0)
         load(loaded, place)
         assert loaded["step"] == 1 and loaded["t"].full_tensor().tolist() == [1] * 8, method
+
+
+class CachingPlanner(dcp.DefaultSavePlanner):
+    """A planner of its own name: torch keeps plans by the name of the class."""
+
+
+@case
+def cached_plans_are_written_to_the_place_of_each_save(place):
+    if "enable_plan_caching" not in inspect.signature(dcp.DefaultSavePlanner).parameters:
+        return
+    mesh = init_device_mesh("cpu", (RANKS,))
+    planner = CachingPlanner(enable_plan_caching=True)
+    writer = StorageWriter(os.path.join(place, "first"))
+    for step in range(5):
+        tensor = torch.arange(16.0) + step
+        state = {"t": distribute_tensor(tensor, mesh, [Shard(0)]), "step": step}
+        if step >= 3 and dist.get_rank() == 2:
+            # From here on the plan of this rank is another one.
+            state["more"] = torch.full((3,), float(step))
+        path = os.path.join(place, f"step-{step}")
+        if step == 2:
+            # A save that fails between two others.
+            failed = failing(StorageWriter(path), "write_data", [1])
+            assert failing_ranks(lambda: dcp.save(state, storage_writer=failed, planner=planner)) == [1]
+            failed.reset()
+            dist.barrier()
+        dcp.save(state, storage_writer=writer if step % 2 else StorageWriter(path), planner=planner, checkpoint_id=path)
+        loaded = {"t": distribute_tensor(torch.zeros(16), mesh, [Shard(0)]), "step": None}
+        if step >= 3:
+            loaded["more"] = torch.zeros(3)
+        dcp.load(loaded, storage_reader=StorageReader(path))
+        assert torch.equal(loaded["t"].full_tensor(), tensor) and loaded["step"] == step
+        assert step < 3 or loaded["more"].tolist() == [step] * 3
+        dist.barrier()
+    assert sorted(os.listdir(place)) == [f"step-{step}" for step in range(5)]
 
 
 @case

@@ -27,6 +27,9 @@ def packages(sample):
             found.add(node.module)
     if '"torch"' in sample:
         found.add("torch")
+    if "torch.utils.tensorboard" in sample:
+        # It comes with torch, but not what it imports.
+        found.add("tensorboard")
     return {name.partition(".")[0] for name in found}
 
 

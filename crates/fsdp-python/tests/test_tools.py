@@ -291,6 +291,19 @@ def test_the_command_has_its_exit_codes(dcp_checkpoint, tmp_path):
     assert command("diff", dcp_checkpoint, dcp_checkpoint).returncode == 0
 
 
+def test_the_command_imports_no_library_and_little_else():
+    """What it imports is what it takes to start."""
+    heavy = ["numpy", "torch", "json", "importlib.metadata", "pathlib", "asyncio", "multiprocessing"]
+    code = f"import sys; old = set(sys.modules); import fsdp_checkpoint._command; print(set({heavy}) & set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-S", "-c", paths_of_this_python() + code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def paths_of_this_python() -> str:
+    """Return code that finds the packages that are installed here, in a Python that begins without them."""
+    return f"import sys; sys.path[:] = {sys.path!r}; "
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file with a hole")
 def test_ctrl_c_stops_a_conversion_and_leaves_nothing(tmp_path):
     source, target = tmp_path / "large.npz.safetensors", tmp_path / "copy.safetensors"

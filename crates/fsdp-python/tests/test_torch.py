@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import json
 import os
 import pickle
@@ -238,6 +239,85 @@ def test_values_are_rebuilt_without_their_pickles(tmp_path, monkeypatch):
     trusted = {"plain": None}
     dcp.load(trusted, storage_reader=StorageReader(tmp_path / "plain", run_pickles=True))
     assert trusted["plain"].count == 3
+
+
+@pytest.mark.filterwarnings("ignore:saved, but")
+def test_a_refused_value_is_named_with_what_helps(tmp_path):
+    dcp.save({"rng": {"python": Plain()}}, storage_writer=StorageWriter(tmp_path / "c"))
+    with pytest.raises(CheckpointException, match=r"`rng\.python` is refused: .*Plain.*run_pickles=True") as raised:
+        dcp.load({"rng": {"python": None}}, storage_reader=StorageReader(tmp_path / "c"))
+    assert isinstance(raised.value.failures[0][0], fc.UnsafeError)
+
+
+def test_why_a_checkpoint_cannot_be_opened_is_the_error(tmp_path):
+    """Some versions of torch drop errors of `read_metadata`."""
+    reader = StorageReader(tmp_path / "none")
+    with pytest.raises(CheckpointException, match="none.* is not a committed checkpoint") as raised:
+        dcp.load({"w": torch.zeros(2)}, storage_reader=reader)
+    assert isinstance(raised.value.failures[0][0], fc.IncompleteError)
+    with pytest.raises(fc.IncompleteError):
+        reader.read_metadata()
+    # The reader is none the worse for it.
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path / "none"))
+    loaded = {"w": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=reader)
+    assert loaded["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wrote", ["dcp_checkpoint", "reshard", "convert"])
+@pytest.mark.parametrize("reader", ["ours", "torch"])
+def test_every_torch_loads_what_the_command_writes(tmp_path, dcp_checkpoint, reader, wrote):
+    """Whatever torch has saved the source: a newer one notes more about each tensor."""
+    path = tmp_path / "c"
+    if wrote == "reshard":
+        fc.reshard(dcp_checkpoint, path, 3)
+    elif wrote == "convert":
+        fc.convert(dcp_checkpoint, tmp_path / "m.safetensors", "safetensors", include="model.*")
+        fc.convert(tmp_path / "m.safetensors", path, "dcp", world_size=2)
+    else:
+        path = dcp_checkpoint
+        if reader == "torch":
+            pytest.skip("it is a newer torch's own")
+    expected = {name: value for name, value in fc.load(path, "model.*", framework="torch").items()}
+    loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(loaded, storage_reader=StorageReader(path) if reader == "ours" else dcp.FileSystemReader(path))
+    assert_same(loaded, expected)
+
+
+def caching_planner():
+    """Return a planner that caches plans, under a name of its own: torch keeps plans by the name of the class."""
+    if "enable_plan_caching" not in inspect.signature(dcp.DefaultSavePlanner).parameters:
+        pytest.skip("this torch caches no plans")
+    return type(f"Planner{os.urandom(4).hex()}", (dcp.DefaultSavePlanner,), {})(enable_plan_caching=True)
+
+
+def test_saves_with_a_cached_plan_are_as_good_as_the_first(tmp_path):
+    planner, once = caching_planner(), StorageWriter(tmp_path / "step-0")
+    for step in range(4):
+        saved = state() | {"step": step, "weight": torch.full((5,), float(step))}
+        # One writer for all, or one for each, as programs have it.
+        writer = once if step % 2 else StorageWriter(tmp_path / f"step-{step}")
+        dcp.save(saved, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / f"step-{step}")
+        loaded = zeroed(saved)
+        dcp.load(loaded, storage_reader=StorageReader(tmp_path / f"step-{step}"))
+        assert_same(loaded, saved)
+        assert fc.verify(tmp_path / f"step-{step}", "deep")["ok"]
+    # Another state, and a save without a cached plan between two with one.
+    for number, saved in enumerate([{"a": torch.ones(3)}, {"a": torch.zeros(3)}, {"b": torch.ones(2), "a": torch.ones(3)}]):
+        dcp.save(saved, storage_writer=StorageWriter(tmp_path / "x"), planner=planner)
+        dcp.save(saved, storage_writer=StorageWriter(tmp_path / "y"))
+        for name in ("x", "y"):
+            loaded = zeroed(saved)
+            dcp.load(loaded, storage_reader=StorageReader(tmp_path / name))
+            assert_same(loaded, saved, f"{name} {number}")
+    assert sorted(os.listdir(tmp_path)) == ["step-0", "step-1", "step-2", "step-3", "x", "y"]
+
+
+def test_a_cached_plan_of_another_dtype_is_an_error(tmp_path):
+    planner = caching_planner()
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path / "c"), planner=planner)
+    with pytest.raises(CheckpointException, match="`w` is of dtype torch.float16, but the plan says torch.float32: a cached plan"):
+        dcp.save({"w": torch.ones(2).half()}, storage_writer=StorageWriter(tmp_path / "c"), planner=planner)
 
 
 def test_a_save_warns_of_values_that_only_code_can_build(tmp_path):

@@ -192,40 +192,20 @@ fn read_properties(pickle: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> 
         return Err(expected_error());
     }
     let state = pickle.sequence(object.state.ok_or_else(expected_error)?)?;
-    // Older versions of torch, 2.11 among them, record no strides.
-    let (dtype, requires_grad, memory_format, pin_memory, strides) = match *state {
-        [dtype, _layout, requires_grad, memory_format, pin_memory] => {
-            (dtype, requires_grad, memory_format, pin_memory, None)
-        }
-        [
-            dtype,
-            _layout,
-            requires_grad,
-            memory_format,
-            pin_memory,
-            strides,
-        ] => (
-            dtype,
-            requires_grad,
-            memory_format,
-            pin_memory,
-            Some(strides),
-        ),
-        _ => return Err(expected_error()),
+    // Newer versions of torch add the strides of the saved object, which no loader uses.
+    let (&[dtype, _layout, requires_grad, memory_format, pin_memory]
+    | &[dtype, _layout, requires_grad, memory_format, pin_memory, _]) = state
+    else {
+        return Err(expected_error());
     };
     let Node::Global(Global::DType(dtype)) = *pickle.node(dtype) else {
         return Err(pickle.expected_error(dtype, "a dtype"));
     };
-    let strides = strides
-        .filter(|&id| *pickle.node(id) != Node::None)
-        .map(|id| pickle.sizes(id))
-        .transpose()?;
     Ok(TensorProperties {
         dtype,
         requires_grad: pickle.bool(requires_grad)?,
         memory_format: read_memory_format(pickle, memory_format)?,
         pin_memory: pickle.bool(pin_memory)?,
-        strides,
     })
 }
 

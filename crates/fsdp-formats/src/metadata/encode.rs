@@ -252,10 +252,8 @@ impl<'m> Encoder<'m, '_> {
             encoder.op(write::REDUCE);
         });
         write::bool(&mut self.out, properties.pin_memory);
-        match &properties.strides {
-            Some(strides) => write::sizes(&mut self.out, strides),
-            None => self.out.push(write::NONE),
-        }
+        // Newer versions of torch add the strides, which no loader uses, and older ones refuse a
+        // tuple of six.
         self.op(write::TUPLE);
         self.op(write::BUILD);
     }

@@ -112,8 +112,6 @@ pub struct TensorProperties {
     pub memory_format: MemoryFormat,
     /// `true` if the saved object lay in pinned memory.
     pub pin_memory: bool,
-    /// Strides of the saved object (for a DTensor, of the first rank's shard), where noted.
-    pub strides: Option<Vec<usize>>,
 }
 
 /// torch's memory formats.
@@ -175,7 +173,6 @@ impl TensorProperties {
             requires_grad: false,
             memory_format: MemoryFormat::Contiguous,
             pin_memory: false,
-            strides: None,
         }
     }
 }

@@ -66,11 +66,8 @@ impl CheckedDirectory {
     /// Opens the directory of a checkpoint that is the single file `name`. With `verify`, the
     /// integrity file of that file is read, if there is one; [`integrity_beside`] returns its name.
     /// Symbolic links are followed.
-    pub(crate) fn open_beside(
-        location: &Location,
-        name: &str,
-        verify: bool,
-    ) -> Result<Self, FileError> {
+    #[doc(hidden)]
+    pub fn open_beside(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
         let mut directory = Self::open(location, false, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {

@@ -1,8 +1,8 @@
 """Inspect, verify, compare, convert, merge, sign and load sharded checkpoints, without running a pickle.
 
 A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safetensors file or directory, a file of
-``torch.save``, or of another supported format, which is recognized by its content. If object stores are built in, a path
-may also be an ``s3://``, ``gs://`` or ``az://`` URL.
+``torch.save``, or of another supported format, which is recognized by its content. A path may also be an ``s3://``, ``gs://``
+or ``az://`` URL.
 
     >>> import fsdp_checkpoint as fc
     >>> fc.inspect("step-20")["bytes"]
@@ -14,15 +14,15 @@ All functions but ``load`` are commands of ``fsdp``, and return the JSON object 
 ``--json``. ``ls``, ``log`` and ``prune`` are for the folder of a run's checkpoints. Errors are subclasses of
 :class:`CheckpointError`.
 
-``fsdp_checkpoint.torch`` has a ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``.
+``fsdp_checkpoint.torch`` has a ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``, and
+``fsdp_checkpoint.torch_checkpointing`` a storage for the library of that name.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version as _version
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ._embedded import Report
 from ._embedded import report as _report
@@ -71,7 +71,18 @@ __all__ = [
     "verify",
 ]
 
-__version__ = _version("fsdp-checkpoint")
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> str:
+    """Return the version, which takes longer to find out than the whole package takes to import."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fsdp-checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 Format = Literal["dcp", "safetensors", "hf", "hf-sharded", "torch"]
 """A format that can be written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,6 +29,9 @@ def report(command: str, *places: Place, finding: str | None = None, **options: 
         finding: The field that is false in the report of a command that has found what it looks for.
         options: Its options, by their names without dashes; see :func:`_words`.
     """
+    # Not for the command, which imports this module too.
+    import json
+
     words = [word for name, value in options.items() for word in _words(name, value)]
     output, error = _native.report([command, *words, "--json", "--", *map(os.fsdecode, places)])
     found: Report | None = json.loads(output) if output else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import pathlib
+import warnings
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from . import _native
 from ._place import Place
-from .errors import DifferenceError, UnsupportedError, UsageError
+from .errors import DifferenceError, UnsafeError, UnsupportedError, UsageError, exception_of
 
+# NumPy and torch are imported where they are used: the command needs neither, and is there at once without them.
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Framework = Literal["numpy", "torch"]
@@ -30,9 +30,10 @@ _UNKNOWN_TO_NUMPY = frozenset({"complex32", "float4_e2m1fn_x2", "qint8", "quint8
 
 def load(
     path: Place,
-    keys: Iterable[str] | None = None,
+    keys: str | Iterable[str] | None = None,
     *,
     framework: Framework = "numpy",
+    skip_opaque: bool = False,
 ) -> dict[str, Any]:
     """Return a dict from flat keys (``model.layers.0.weight``) to the tensors and values of a checkpoint of any format.
 
@@ -41,41 +42,96 @@ def load(
 
     Args:
         path: A checkpoint of any format.
-        keys: The keys to load; by default all.
+        keys: The keys to load, or globs such as ``model.*``: one, or several; by default all.
         framework: ``"numpy"`` for arrays, ``"torch"`` for tensors. NumPy has no bfloat16 and no 8-bit floats by itself: such
             tensors need the package ``ml_dtypes``.
+        skip_opaque: Leave out objects that only running code could build, with a warning that names them.
 
     Raises:
-        DifferenceError: The checkpoint has no such key.
-        UnsafeError: A value is an object that only running code could build. Leave it out of ``keys``.
-        UsageError: NumPy has no such dtype.
+        DifferenceError: The checkpoint has no such key, or none that a glob matches.
+        UnsafeError: A value is an object that only running code could build. Leave it out of ``keys``, or set ``skip_opaque``.
+        UsageError: NumPy has no such dtype, or a glob is none.
     """
+    make = _maker(framework)
     checkpoint = _native.Checkpoint(os.fsdecode(path))
     tensors = {name: (dtype, shape) for name, dtype, shape in checkpoint.tensors()}
     values = set(checkpoint.values())
     if keys is None:
         wanted = [*tensors, *sorted(values)]
     else:
-        wanted = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
-        for name in wanted:
-            if name not in tensors and name not in values:
-                raise DifferenceError(f"missing key in checkpoint: `{name}`")
-    # A damaged checkpoint is refused before memory is allocated for its tensors.
+        wanted = _selected(checkpoint, [keys] if isinstance(keys, str) else keys, {*tensors, *values})
+    # A damaged checkpoint is refused before memory is allocated for its tensors, and so is one whose values are refused.
     checkpoint.check(None if keys is None else set(wanted))
-    make = _maker(framework)
+    read_values = _read_values(checkpoint, [name for name in wanted if name in values], framework, skip_opaque)
     loaded: dict[str, Any] = {}
     reads = []
     for name in wanted:
-        if name in values:
-            loaded[name] = checkpoint.value(
-                name, lambda dtype, shape, data: _of_bytes(make, dtype, shape, data), _typed_maker(framework)
-            )
-            continue
-        dtype, shape = tensors[name]
-        loaded[name], buffer = make(name, dtype, shape)
-        reads.append((name, [0] * len(shape), shape, buffer))
+        if name in tensors:
+            dtype, shape = tensors[name]
+            loaded[name], buffer = make(name, dtype, shape)
+            reads.append((name, [0] * len(shape), shape, buffer))
+        elif name in read_values:
+            loaded[name] = read_values[name]
     checkpoint.read(reads)
     return loaded
+
+
+def _selected(checkpoint: _native.Checkpoint, keys: Iterable[str], known: set[str]) -> list[str]:
+    """Return the keys that are asked for, each once: those that are named, and those that a glob matches."""
+    selected: dict[str, None] = {}
+    for key in keys:
+        # A key may itself have the characters of a glob.
+        found = [key] if key in known else checkpoint.matching(key)
+        if not found:
+            raise DifferenceError(f"missing key in checkpoint: `{key}`")
+        selected |= dict.fromkeys(found)
+    return [*selected]
+
+
+def _read_values(
+    checkpoint: _native.Checkpoint, names: Iterable[str], framework: Framework, skip_opaque: bool
+) -> dict[str, Any]:
+    """Return the values of these keys, without those that are opaque and may be skipped."""
+    found: dict[str, Any] = {}
+    skipped = []
+    for name in names:
+        try:
+            found[name] = _read_value(checkpoint, name, framework)
+        except UnsafeError as error:
+            if not skip_opaque:
+                raise opaque_error(name, error, "leave it out of `keys`, or set `skip_opaque=True`") from error
+            skipped.append(name)
+    if skipped:
+        listed = listing([f"`{name}`" for name in skipped])
+        warnings.warn(f"left out {len(skipped)} values that only running code could build: {listed}", stacklevel=3)
+    return found
+
+
+def _read_value(checkpoint: _native.Checkpoint, name: str, framework: Framework) -> Any:
+    """Return a value, with the tensors and the objects of types that are in it."""
+    make = _maker(framework)
+
+    def make_tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+        return _of_bytes(make, name, dtype, shape, data)
+
+    return checkpoint.value(name, make_tensor, _typed_maker(framework))
+
+
+def opaque_error(name: str, error: UnsafeError, advice: str) -> UnsafeError:
+    """Return the error of a value that is refused, with its whole key and what can be done."""
+    refused = exception_of(error.exit_code, f"`{name}` is refused: {error}; {advice}", error.hint)
+    assert isinstance(refused, UnsafeError), "it has the exit code of one"
+    return refused
+
+
+_LISTED = 4
+"""The most values that a warning names."""
+
+
+def listing(items: list[str]) -> str:
+    """Return the first items of a list, and how many more there are."""
+    listed = ", ".join(items[:_LISTED])
+    return f"{listed} and {len(items) - _LISTED} more" if len(items) > _LISTED else listed
 
 
 Maker = Callable[[str, str, tuple[int, ...]], tuple[Any, "np.ndarray[Any, Any]"]]
@@ -91,12 +147,16 @@ def _maker(framework: str) -> Maker:
 
 
 def _empty_array(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, np.ndarray[Any, Any]]:
+    import numpy as np
+
     array = np.empty(shape, numpy_dtype(name, dtype))
     return array, array.reshape(-1).view(np.uint8)
 
 
 def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
     """Return NumPy's dtype for the tensor ``name`` of torch's dtype ``dtype``."""
+    import numpy as np
+
     if dtype in _ML_DTYPES:
         try:
             import ml_dtypes
@@ -120,9 +180,11 @@ def _empty_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, n
     return memory.view(found).reshape(shape), memory.numpy()
 
 
-def _of_bytes(make: Maker, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-    """Return a tensor that is part of a value, such as one inside a nested dict, from its bytes."""
-    tensor, memory = make("a tensor in a value", dtype, shape)
+def _of_bytes(make: Maker, name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    """Return a tensor that is part of the value ``name``, such as one inside a tuple, from its bytes."""
+    import numpy as np
+
+    tensor, memory = make(name, dtype, shape)
     memory[:] = np.frombuffer(data, np.uint8)
     return tensor
 
@@ -144,6 +206,8 @@ def _typed(of: str, described: Any) -> Any:
         return bytearray(described)
     module, _, name = of.rpartition(".")
     if module == "pathlib" and name in _PATHS:
+        import pathlib
+
         try:
             return getattr(pathlib, name)(described)
         except NotImplementedError:

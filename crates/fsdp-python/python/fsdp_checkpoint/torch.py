@@ -21,6 +21,7 @@ import dataclasses
 import io
 import os
 import pickle
+import threading
 import uuid
 import warnings
 from typing import Any
@@ -44,7 +45,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native
-from ._load import bytes_of
+from ._load import bytes_of, listing, opaque_error
 from ._place import Place
 from .errors import UnsafeError, UsageError
 
@@ -72,21 +73,40 @@ class _RankReport(WriteResult):
     staging: str = ""
 
 
+class _Reused:
+    """The ``usable`` of a plan that tells a rank to write by its cached plan: false.
+
+    torch's planner looks at nothing else of such a plan, so this is how a rank gets to know where to write this time.
+    """
+
+    def __init__(self, rank_plan: _RankPlan) -> None:
+        self._rank_plan = rank_plan
+
+    def __bool__(self) -> bool:
+        _told.rank_plan = self._rank_plan
+        return False
+
+
+_told = threading.local()
+"""What :class:`_Reused` has told this thread: torch finishes a rank's plan and writes by it on one thread."""
+
 _ANOTHER_SAVE = "another save has begun with this writer: each save that runs at the same time needs its own"
-
-
-_LISTED = 4
-"""The most values that a warning names."""
 
 
 def _warn_of(opaque: list[tuple[str, str]]) -> None:
     """Warn of saved values that cannot be read without running their pickles, each with the reason."""
     if not opaque:
         return
-    listed = ", ".join(f"`{name}` ({reason})" for name, reason in opaque[:_LISTED])
-    if len(opaque) > _LISTED:
-        listed += f" and {len(opaque) - _LISTED} more"
+    listed = listing([f"`{name}` ({reason})" for name, reason in opaque])
     warnings.warn(f"saved, but `StorageReader` loads it only with `run_pickles=True`: {listed}", stacklevel=3)
+
+
+def _place(plan: SavePlan, rank_plan: _RankPlan) -> SavePlan:
+    """Return the plan of a rank with the place to write to."""
+    # Only torch from 2.7 on caches plans.
+    if getattr(plan, "usable", True):
+        return dataclasses.replace(plan, storage_data=rank_plan)
+    return dataclasses.replace(plan, usable=_Reused(rank_plan))
 
 
 class _Storage:
@@ -149,6 +169,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise UsageError("`use_collectives=False` is not supported: all ranks commit one checkpoint together")
         self._discard()
+        _told.rank_plan = None
         # torch calls `reset` for a new `checkpoint_id` only, but this for each save.
         self._save_id = str(uuid.uuid4())
         if is_coordinator:
@@ -163,15 +184,12 @@ class StorageWriter(_Storage, storage.StorageWriter):
         if self._staging is None:
             raise UsageError("`prepare_global_plan` is for the coordinator, after `set_up_storage_writer`")
         name = self._staging.name
-        if not all(getattr(plan, "usable", True) for plan in plans):
-            raise UsageError("this writer sends each rank a new plan for each save: `enable_plan_caching=True` is not supported")
-        return [
-            dataclasses.replace(plan, storage_data=_RankPlan(rank, name)) for rank, plan in enumerate(plans)
-        ]
+        return [_place(plan, _RankPlan(rank, name)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, and sync it to the disk before returning."""
-        rank_plan: _RankPlan = plan.storage_data
+        # A cached plan has the place of the save that it was made for.
+        rank_plan: _RankPlan = _told.rank_plan or plan.storage_data
         staging = self._staging or _native.Staging.join(self.path, rank_plan.staging)
         if staging.name != rank_plan.staging:
             raise UsageError(_ANOTHER_SAVE)
@@ -193,7 +211,8 @@ class StorageWriter(_Storage, storage.StorageWriter):
                 raise UsageError(f"`{item.index.fqn}` is a `{type(data).__name__}`, which is made of several tensors: save those")
             planned = item.tensor_data.properties.dtype
             if data.dtype != planned:
-                raise UsageError(f"`{item.index.fqn}` is of dtype {data.dtype}, but the plan says {planned}")
+                message = f"`{item.index.fqn}` is of dtype {data.dtype}, but the plan says {planned}"
+                raise UsageError(f"{message}: a cached plan does not follow changes of dtypes")
             if data.size() != chunk.sizes:
                 found, expected = tuple(data.size()), tuple(chunk.sizes)
                 raise UsageError(f"`{item.index.fqn}` has shape {found}, but the plan says {expected}")
@@ -325,14 +344,28 @@ class StorageReader(_Storage, storage.StorageReader):
         self.run_pickles = run_pickles
         self._checkpoint: _native.Checkpoint | None = None
         self._metadata: Metadata | None = None
+        self._failure: Exception | None = None
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
         """Begin a new load, from another path if one is given."""
-        self._checkpoint, self._metadata = None, None
+        self._checkpoint, self._metadata, self._failure = None, None, None
         self._move(checkpoint_id)
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint, rebuilt without executing its pickle."""
+        if self._failure is not None and kwargs.get("rank") is not None:
+            # torch from 2.7 on drops the error of its first call, and asks for the metadata of one rank. If that failed too, some
+            # versions would say no more than that there is no metadata. `set_up_storage_reader` raises the error.
+            return Metadata({})
+        try:
+            metadata = self._read_metadata()
+        except Exception as error:
+            self._failure = error
+            raise
+        self._failure = None
+        return metadata
+
+    def _read_metadata(self) -> Metadata:
         # Each load begins here, and must see what is at the path now. torch calls `reset` for a new `checkpoint_id` only.
         self._checkpoint = None
         metadata: Metadata = pickle.loads(self._opened().metadata())
@@ -341,8 +374,11 @@ class StorageReader(_Storage, storage.StorageReader):
         metadata.storage_meta.load_id = str(uuid.uuid4())
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keep the metadata, which :meth:`read_data` needs."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -362,8 +398,7 @@ class StorageReader(_Storage, storage.StorageReader):
         is_value = [item.type == LoadItemType.BYTE_IO for item in plan.items]
         values = [item for item, is_value in zip(plan.items, is_value) if is_value]
         # All values are decoded first: one that is refused is refused before anything has changed.
-        decode = checkpoint.stored_item if self.run_pickles else checkpoint.item
-        decoded = [decode(item.storage_index.fqn) for item in values]
+        decoded = [self._decode(checkpoint, item.storage_index.fqn) for item in values]
         batch = _Batch(checkpoint, planner)
         for item in (item for item, is_value in zip(plan.items, is_value) if not is_value):
             batch.add(item, stored_as[item.storage_index.fqn].properties.dtype)
@@ -380,10 +415,20 @@ class StorageReader(_Storage, storage.StorageReader):
         future.set_result(None)
         return future
 
+    def _decode(self, checkpoint: _native.Checkpoint, name: str) -> bytes:
+        """Return a value as ``torch.save`` would write it, or with ``run_pickles`` as it was written."""
+        if self.run_pickles:
+            return checkpoint.stored_item(name)
+        try:
+            return checkpoint.item(name)
+        except UnsafeError as error:
+            hint = "`StorageReader(path, run_pickles=True)` lets torch run the stored pickles: for files that you trust"
+            raise opaque_error(name, error, hint) from error
+
     def _opened(self) -> _native.Checkpoint:
         if self._checkpoint is None:
             self._checkpoint = _native.Checkpoint(self.path)
         return self._checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_metadata": None}
+        return {**self.__dict__, "_checkpoint": None, "_metadata": None, "_failure": None}
