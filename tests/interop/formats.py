@@ -288,6 +288,9 @@ def transformers_models(binary, work):
     for name, options in {
         "plain": {"r": 4, "lora_alpha": 10},
         "rslora": {"r": 6, "lora_alpha": 5, "use_rslora": True, "alpha_pattern": {"q_proj": 3}},
+        "patterns": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"],
+                     "alpha_pattern": {r"layers\.0\..*(q|v).proj": 3, "down.proj": 5, "_proj": 100},
+                     "rank_pattern": {r"layers\.(?!0\.)\d+\.mlp\..*": 2}},
         "embedding": {"r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["lm_head"]},
     }.items():
         options.setdefault("target_modules", ["q_proj", "down_proj"])
@@ -308,6 +311,45 @@ def transformers_models(binary, work):
         print(f"ok: an adapter of PEFT ({name}) merged as PEFT merges it", flush=True)
 
 
+def tied_models(binary, work):
+    """An adapter that changes both layers of a tied weight goes into its base; one that changes only one is refused."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=2, tie_word_embeddings=True)
+    base = work / "tied"
+    LlamaForCausalLM(config).save_pretrained(base)
+    layers = ["embed_tokens", "lm_head"]
+    changes = {"embedding": {"target_modules": layers[:1]}, "output": {"target_modules": layers[1:]}}
+    changes |= {"both": {"target_modules": layers}}
+    changes |= {f"whole {name}": {"target_modules": ["q_proj"], "modules_to_save": change["target_modules"]}
+                for name, change in changes.items()}
+    for number, ((name, change), tying) in enumerate((item, tying) for item in changes.items() for tying in (False, True)):
+        options = LoraConfig(r=2, lora_alpha=4, ensure_weight_tying=tying, **change)
+        tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options)
+        with torch.no_grad():
+            for key, parameter in tuned.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn_like(parameter))
+        adapter, merged = work / f"tied-adapter-{number}", work / f"tied-merged-{number}"
+        tuned.save_pretrained(adapter)
+        command = [binary, "merge", "--from", base, "--lora", adapter, merged, "--to", "hf"]
+        if not tying:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            check(f"a refusal of a change of a tied weight ({name})", done.returncode != 0 and "PEFT" in done.stderr)
+            continue
+        subprocess.run(command, capture_output=True, check=True)
+        words = torch.arange(11)[None]
+        with torch.no_grad():
+            ours = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(words).logits
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            # PEFT's own merge adds the change of each of the two layers to the one weight.
+            theirs = PeftModel.from_pretrained(model, adapter)(words).logits
+        check(f"the logits of a tied model ({name})", torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4))
+    print("ok: adapters of tied models, merged as PEFT applies them or refused", flush=True)
+
+
 def main():
     binary, fixtures, work = (pathlib.Path(argument) for argument in sys.argv[1:])
     work.mkdir(parents=True)
@@ -319,6 +361,7 @@ def main():
     dtypes_of_safetensors(binary, work)
     hugging_face_reader(binary, plain, work)
     transformers_models(binary, work)
+    tied_models(binary, work)
     sharded_loads(binary, [fixtures / "misc_ws3" / "dcp", fixtures / "fsdp2_bf16_adamw_ws2" / "dcp"], work)
 
 

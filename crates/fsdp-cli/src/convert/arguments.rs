@@ -172,6 +172,10 @@ pub(crate) struct MergeArguments {
     pub(super) target: TargetArguments,
     #[command(flatten)]
     pub(super) filter: KeyFilter,
+    /// Replace OLD by NEW in keys of the sources, as `fsdp convert --rename` does, before they are
+    /// merged; an adapter's keys stay as they are
+    #[arg(long, value_name = "OLD=NEW", value_parser = parse_rename_rule)]
+    pub(super) rename: Vec<(String, String)>,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }

@@ -95,7 +95,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = arguments.filter.keys(&[], None)?;
+    let keys = arguments.filter.keys(&arguments.rename, None)?;
     let mut checkpoints = Vec::with_capacity(arguments.from.len());
     for location in &arguments.from {
         checkpoints.push(destination.open_source(location)?);
@@ -111,6 +111,9 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     }
     let Some(adapter_location) = &arguments.lora else {
         let average = Average::new(sources, &arguments.weight)?;
+        if let Some(model_directory) = destination.model_directory {
+            average.check_configuration(model_directory)?;
+        }
         let first_keys: Vec<&str> = average.taken_from_first().collect();
         if !first_keys.is_empty() {
             let key_count = count_text(first_keys.len(), "key is", "keys are");
@@ -138,6 +141,9 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     }
     let adapter = destination.open_source(&adapter_file)?;
     let merged = Lora::new(*base, &*adapter, &config)?;
+    if let Some(model_directory) = destination.model_directory {
+        merged.check_configuration(model_directory)?;
+    }
     let changed_tensors = count_text(merged.changed().count(), "tensor", "tensors");
     output::print_message(&format!("the adapter changes {changed_tensors}"));
     write_checkpoint(&merged, &destination)

@@ -871,3 +871,51 @@ fn every_dtype_goes_through_every_command() {
             .success();
     }
 }
+
+#[test]
+fn merge_renames_the_keys_of_its_sources() {
+    let parent = TempDir::new().unwrap();
+    let source = fixture("fsdp2_adamw_ws2/dcp");
+    let merged = place(&parent, "merged.safetensors");
+    let merge = [
+        "merge",
+        "--from",
+        &source,
+        "--from",
+        &source,
+        &merged,
+        "--to",
+        "safetensors",
+        "--include",
+        "model.*",
+        "--rename",
+        "model.=",
+    ];
+    fsdp(&merge).assert().success();
+    let inspected = json(&["inspect", &merged]);
+    let names: Vec<&str> = inspected["tensors"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|tensor| tensor["name"].as_str().unwrap())
+        .collect();
+    assert!(
+        names.contains(&"tok_emb.weight") && !names.iter().any(|name| name.starts_with("model.")),
+        "{names:?}"
+    );
+    let other = place(&parent, "other.safetensors");
+    let slip = [
+        "merge",
+        "--from",
+        &source,
+        &other,
+        "--to",
+        "safetensors",
+        "--rename",
+        "nothing=x",
+    ];
+    fsdp(&slip)
+        .assert()
+        .code(2)
+        .stderr(contains("matches no key"));
+}

@@ -3,13 +3,15 @@
 
 use std::collections::HashSet;
 
-use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::reader::Slot;
+use fsdp_formats::storage::{CheckedDirectory, Links};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::TensorBox;
 
+use super::base_model::BaseModel;
 use super::numbers::{fill_slots, write_numbers};
 use crate::convert::{CASTABLE, Optimizers};
 use crate::diff::{Difference, metadata_difference};
@@ -35,7 +37,8 @@ impl<'a> Average<'a> {
     ///
     /// # Errors
     /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized
-    /// ones; weights that are not finite, or not one for each.
+    /// ones; weights that are not finite, or not one for each; an average of two weights that are
+    /// one in the first checkpoint.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, further_sources)) = sources.split_first() else {
             return Err(merge_error("there are no checkpoints"));
@@ -85,7 +88,8 @@ impl<'a> Average<'a> {
             replicas: Vec::new(),
             ..first.metadata().clone()
         };
-        Ok(Average {
+        let model = BaseModel::read(first.directory())?;
+        let average = Average {
             view: LayerView {
                 metadata,
                 structure: first.structure().cloned(),
@@ -94,7 +98,23 @@ impl<'a> Average<'a> {
             },
             weights,
             averaged,
-        })
+        };
+        // Its configuration is that of the first checkpoint.
+        model.check_names_of_one(average.source(0), &average, |key| {
+            average.averaged.contains(key)
+        })?;
+        Ok(average)
+    }
+
+    /// Checks that what the configuration in `model_directory` says of weights that layers share is
+    /// true of the average, for a copy of that configuration beside it.
+    ///
+    /// # Errors
+    /// It would not be true; the configuration cannot be read.
+    pub fn check_configuration(&self, model_directory: &Location) -> Result<(), FileError> {
+        let directory = CheckedDirectory::open(model_directory, false, Links::Follow)?;
+        let model = BaseModel::read(&directory)?;
+        model.check_names_of_one(self.source(0), self, |key| self.averaged.contains(key))
     }
 
     /// Returns the keys whose values are taken from the first checkpoint.

@@ -7,19 +7,19 @@
 use std::collections::{HashMap, HashSet};
 
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{
-    Layer, LayerSource, LayerView, Origin, check_expansion, read_whole, tensor_of,
-};
-use fsdp_formats::metadata::Entry;
+use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, check_expansion, tensor_of};
+use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
 use fsdp_formats::reader::Slot;
-use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt as _};
+use fsdp_formats::storage::{CheckedDirectory, Links};
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::base_model::{BaseModel, are_equal, layer_name};
 use super::numbers::{fill_slots, write_numbers};
+use super::pattern::Patterns;
 use crate::convert::{CASTABLE, unsupported};
 use crate::elements::for_each_number;
 
@@ -27,17 +27,17 @@ use crate::elements::for_each_number;
 const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";
 /// The content of that file, for messages.
 const SETTINGS: &str = "settings of an adapter";
-/// The file with the configuration of a base model.
-const BASE_CONFIG_FILE: &str = "config.json";
 /// The longest such file that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
 const KEY_PREFIX: &str = "base_model.model.";
 
 /// The settings of an adapter.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 pub struct LoraConfig {
     lora_alpha: f64,
+    #[serde(rename = "r")]
+    rank: Option<f64>,
     #[serde(default)]
     use_rslora: bool,
     #[serde(default)]
@@ -45,7 +45,15 @@ pub struct LoraConfig {
     #[serde(default)]
     use_dora: bool,
     #[serde(default)]
-    alpha_pattern: IndexMap<String, f64>,
+    alpha_pattern: Option<IndexMap<String, f64>>,
+    #[serde(default)]
+    rank_pattern: Option<IndexMap<String, f64>>,
+    /// The compiled `alpha_pattern`.
+    #[serde(skip)]
+    alphas: Patterns,
+    /// The compiled `rank_pattern`.
+    #[serde(skip)]
+    ranks: Patterns,
     /// The initialization of the factors: `true`, `false`, or the name of a method.
     #[serde(default)]
     init_lora_weights: Value,
@@ -95,7 +103,7 @@ impl LoraConfig {
                 "an adapter of type {kind}"
             )));
         }
-        let config = LoraConfig::deserialize(settings)
+        let mut config = LoraConfig::deserialize(settings)
             .map_err(|error| FormatError::malformed(SETTINGS, error))?;
         if config.use_dora {
             return Err(FormatError::unsupported(
@@ -119,34 +127,42 @@ impl LoraConfig {
                 )));
             }
         }
-        // PEFT takes these keys for regular expressions. A dot in one matches itself too.
-        for pattern in config.alpha_pattern.keys() {
-            if !pattern
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
-            {
-                return Err(FormatError::unsupported(format!(
-                    "the regular expression `{pattern}` for a module's alpha"
-                )));
-            }
-        }
+        config.alphas = Patterns::compile(
+            "alpha_pattern",
+            config.alpha_pattern.take().unwrap_or_default(),
+        )?;
+        config.ranks = Patterns::compile(
+            "rank_pattern",
+            config.rank_pattern.take().unwrap_or_default(),
+        )?;
         Ok(config)
     }
 
-    /// Returns the factor of a module's update, `alpha / rank` or `alpha / √rank`.
-    fn scale(&self, module: &str, rank: usize) -> f64 {
-        // A pattern matches the end of a module's name, from the start of a part of it.
-        let mut alpha = self.lora_alpha;
-        for (pattern, own_alpha) in &self.alpha_pattern {
-            if let Some(parent) = module.strip_suffix(pattern.as_str())
-                && (parent.is_empty() || parent.ends_with('.'))
-            {
-                alpha = *own_alpha;
-                break;
-            }
-        }
+    /// Returns the factor of a module's update, `alpha / rank` or `alpha / √rank`, where `rank` is
+    /// that of its factors. `a_key` is the key of one of them.
+    ///
+    /// # Errors
+    /// The rank is not that of the settings; a pattern that takes too long to match.
+    fn scale(&self, module: &str, a_key: &str, rank: usize) -> Result<f64, FileError> {
+        let numbers = self.alphas.number_of(module).and_then(|alpha| {
+            let rank_in_settings = self.ranks.number_of(module)?;
+            Ok((alpha, rank_in_settings.or(self.rank)))
+        });
+        let (alpha, rank_in_settings) = numbers.map_err(|source| FileError::Encode {
+            fqn: a_key.to_owned(),
+            source,
+        })?;
         let rank = rank as f64;
-        alpha / if self.use_rslora { rank.sqrt() } else { rank }
+        if let Some(rank_in_settings) = rank_in_settings
+            && rank_in_settings != rank
+        {
+            let what = format!(
+                "an update of rank {rank}, where the adapter's settings say {rank_in_settings},"
+            );
+            return Err(unsupported(a_key, what));
+        }
+        let alpha = alpha.unwrap_or(self.lora_alpha);
+        Ok(alpha / if self.use_rslora { rank.sqrt() } else { rank })
     }
 }
 
@@ -161,7 +177,7 @@ struct Update {
     /// The number by which the product of the factors is multiplied.
     scale: f64,
     /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square
-    /// and [`BaseModel::orient`] has to decide.
+    /// and [`orient`] has to decide.
     is_transposed: Option<bool>,
 }
 
@@ -188,96 +204,31 @@ impl<'a> Lora<'a> {
         adapter: &'a dyn Checkpoint,
         config: &LoraConfig,
     ) -> Result<Self, FileError> {
+        let mut preparation = Preparation {
+            base,
+            adapter,
+            config,
+            model: BaseModel::read(base.directory())?,
+            metadata: base.metadata().clone(),
+            updates: IndexMap::new(),
+            replaced: HashMap::new(),
+            tied_copies: Vec::new(),
+        };
         // Replicas in the base are not replicas of the result.
-        let mut metadata = base.metadata().clone();
-        metadata.replicas.clear();
-        let mut updates = IndexMap::new();
-        let mut replaced = HashMap::new();
-        let model = BaseModel::read(base)?;
+        preparation.metadata.replicas.clear();
         for (fqn, tensor) in adapter.metadata().tensors() {
             let name = fqn
                 .strip_prefix(KEY_PREFIX)
                 .ok_or_else(|| unsupported(fqn, "a key that is not of an adapter of PEFT"))?;
-            if let Some(factor) = Factor::parse(name) {
-                // A factor B is taken together with its factor A.
-                let other_key = factor.other_key(fqn);
-                if adapter.metadata().tensor(&other_key).is_none() {
-                    return Err(unsupported(fqn, "a factor without the other one"));
+            match Factor::parse(name) {
+                Some(factor) => preparation.add_factor(fqn, &factor)?,
+                None if name.contains("lora_") => {
+                    return Err(unsupported(fqn, "this part of an adapter"));
                 }
-                if factor.is_a {
-                    let key = format!("{}.weight", factor.module);
-                    let update = Update::new(base, adapter, config, &factor, [fqn, &other_key])?;
-                    if let Some(Update {
-                        a_key: first_key, ..
-                    }) = updates.insert(key, update)
-                    {
-                        let what = format!("a second update, after `{first_key}`, of one weight");
-                        return Err(unsupported(fqn, what));
-                    }
-                }
-                continue;
-            }
-            if name.contains("lora_") {
-                return Err(unsupported(fqn, "this part of an adapter"));
-            }
-            // All other tensors were trained whole, or are the weights below an update, which PEFT
-            // calls `MODULE.base_layer.weight`. It saves that of an embedding, which may have
-            // grown.
-            let key = match name.rsplit_once(BASE_LAYER) {
-                Some((module, parameter)) => format!("{module}.{parameter}"),
-                None => name.to_owned(),
-            };
-            let replaced_tensor = base
-                .metadata()
-                .tensor(&key)
-                .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{key}`")))?;
-            if replaced_tensor.shape != tensor.shape {
-                let what = format!(
-                    "a tensor of shape {:?} in place of one of shape {:?}",
-                    tensor.shape, replaced_tensor.shape
-                );
-                return Err(unsupported(fqn, what));
-            }
-            if !name.contains(BASE_LAYER)
-                && !config.ensure_weight_tying
-                && model.is_tied_embedding(base, &key)
-            {
-                let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
-                            which makes two weights of them,";
-                return Err(unsupported(fqn, what));
-            }
-            metadata
-                .entries
-                .insert(key.clone(), Entry::Tensor(tensor.clone()));
-            if let Some(first_key) = replaced.insert(key, fqn.to_owned()) {
-                let what =
-                    format!("a second tensor, after `{first_key}`, in place of one of the base");
-                return Err(unsupported(fqn, what));
+                None => preparation.add_tensor(fqn, name, tensor)?,
             }
         }
-        // All updates must be known: the shape of one may tell how a square one is oriented.
-        model.orient(&mut updates, config.fan_in_fan_out)?;
-        for key in updates.keys() {
-            let dtype = tensor_of(&metadata, key)?.properties.dtype;
-            if !CASTABLE.contains(&dtype) {
-                return Err(unsupported(key, format!("an update of dtype `{dtype}`")));
-            }
-        }
-        if updates.is_empty() && replaced.is_empty() {
-            return Err(FileError::Merge {
-                reason: "the adapter has no tensors".to_owned(),
-            });
-        }
-        Ok(Lora {
-            view: LayerView {
-                sources: vec![LayerSource::Lent(base), LayerSource::Lent(adapter)],
-                metadata,
-                structure: base.structure().cloned(),
-                digests: None,
-            },
-            updates,
-            replaced,
-        })
+        preparation.finish()
     }
 
     /// Returns the source and the key in it of the weight to which an update is added.
@@ -285,6 +236,19 @@ impl<'a> Lora<'a> {
         self.replaced
             .get(fqn)
             .map_or((0, fqn), |key| (1, key.as_str()))
+    }
+
+    /// Checks that what the configuration in `model_directory` says of weights that layers share is
+    /// true of the result, for a copy of that configuration beside it.
+    ///
+    /// # Errors
+    /// It would not be true; the configuration cannot be read.
+    pub fn check_configuration(&self, model_directory: &Location) -> Result<(), FileError> {
+        let directory = CheckedDirectory::open(model_directory, false, Links::Follow)?;
+        let model = BaseModel::read(&directory)?;
+        model.check_names_of_one(self.source(0), self, |key| {
+            self.updates.contains_key(key) || self.replaced.contains_key(key)
+        })
     }
 
     /// Returns the keys of the tensors that the adapter changes.
@@ -297,16 +261,258 @@ impl<'a> Lora<'a> {
     }
 }
 
+/// A merge while the keys of the adapter are looked at, one after the other.
+struct Preparation<'a, 'c> {
+    base: &'a dyn Checkpoint,
+    adapter: &'a dyn Checkpoint,
+    config: &'c LoraConfig,
+    model: BaseModel,
+    /// The metadata of the result.
+    metadata: Metadata,
+    updates: IndexMap<String, Update>,
+    replaced: HashMap<String, String>,
+    /// The changes of layers whose weight the base has under another name.
+    tied_copies: Vec<TiedCopy>,
+}
+
+/// A change of a layer whose weight the base has under another name only. With
+/// `ensure_weight_tying`, PEFT saves the same once for each of the two layers.
+enum TiedCopy {
+    /// The factors of an update.
+    Update {
+        /// The module, and the keys of its factors `A` and `B`.
+        module: String,
+        a_key: String,
+        b_key: String,
+        stored_name: String,
+    },
+    /// A tensor that replaces the weight.
+    Tensor { key: String, stored_name: String },
+}
+
+impl<'a> Preparation<'a, '_> {
+    /// Adds the update to which a factor belongs. A factor B is taken together with its factor A.
+    ///
+    /// # Errors
+    /// A factor without the other one; an update that cannot be added to the base.
+    fn add_factor(&mut self, fqn: &str, factor: &Factor<'_>) -> Result<(), FileError> {
+        let other_key = factor.other_key(fqn);
+        if self.adapter.metadata().tensor(&other_key).is_none() {
+            return Err(unsupported(fqn, "a factor without the other one"));
+        }
+        if !factor.is_a {
+            return Ok(());
+        }
+        let key = format!("{}.weight", factor.module);
+        if let Some(stored_name) = self.name_of_tied(fqn, &key)? {
+            self.tied_copies.push(TiedCopy::Update {
+                module: factor.module.to_owned(),
+                a_key: fqn.to_owned(),
+                b_key: other_key,
+                stored_name,
+            });
+            return Ok(());
+        }
+        self.refuse_shared(fqn, &key)?;
+        let (base, adapter) = (self.base, self.adapter);
+        let update = Update::new(base, adapter, self.config, factor, [fqn, &other_key])?;
+        if let Some(Update {
+            a_key: first_key, ..
+        }) = self.updates.insert(key, update)
+        {
+            let what = format!("a second update, after `{first_key}`, of one weight");
+            return Err(unsupported(fqn, what));
+        }
+        Ok(())
+    }
+
+    /// Adds a tensor that replaces one of the base. It was trained whole, or is the weight below an
+    /// update, which PEFT calls `MODULE.base_layer.weight`. It saves that of an embedding, which
+    /// may have grown.
+    ///
+    /// # Errors
+    /// A tensor that cannot take the place of one of the base.
+    fn add_tensor(&mut self, fqn: &str, name: &str, tensor: &TensorEntry) -> Result<(), FileError> {
+        let is_base_layer = name.contains(BASE_LAYER);
+        let key = match name.rsplit_once(BASE_LAYER) {
+            Some((module, parameter)) => format!("{module}.{parameter}"),
+            None => name.to_owned(),
+        };
+        if let Some(stored_name) = self.name_of_tied(fqn, &key)? {
+            self.tied_copies.push(TiedCopy::Tensor {
+                key: fqn.to_owned(),
+                stored_name,
+            });
+            return Ok(());
+        }
+        let shape = &tensor_of(self.base.metadata(), &key)?.shape;
+        if *shape != tensor.shape {
+            let what = format!(
+                "a tensor of shape {:?} in place of one of shape {shape:?}",
+                tensor.shape
+            );
+            return Err(unsupported(fqn, what));
+        }
+        // The weight below an update is that of all layers that share it.
+        if !is_base_layer {
+            self.refuse_shared(fqn, &key)?;
+        }
+        self.metadata
+            .entries
+            .insert(key.clone(), Entry::Tensor(tensor.clone()));
+        if let Some(first_key) = self.replaced.insert(key, fqn.to_owned()) {
+            let what = format!("a second tensor, after `{first_key}`, in place of one of the base");
+            return Err(unsupported(fqn, what));
+        }
+        Ok(())
+    }
+
+    /// Returns the name of a weight that the base has under another name only, if the adapter ties
+    /// the layers that share it; `None` if the base has it under this name.
+    ///
+    /// # Errors
+    /// The base does not have the weight.
+    fn name_of_tied(&self, fqn: &str, key: &str) -> Result<Option<String>, FileError> {
+        if self.base.metadata().tensor(key).is_some() {
+            return Ok(None);
+        }
+        let what = match self.model.stored_name(self.base, key) {
+            Some(name) if self.config.ensure_weight_tying => return Ok(Some(name.to_owned())),
+            Some(name) => format!(
+                "an adapter to a base without `{key}`, a layer that shares the weight of `{name}`: merge it with PEFT, which \
+                 makes two weights of it,"
+            ),
+            None => format!("an adapter to a base without `{key}`"),
+        };
+        Err(unsupported(fqn, what))
+    }
+
+    /// Refuses a change of a weight that several layers share, if the adapter changes only one of
+    /// them.
+    fn refuse_shared(&self, fqn: &str, key: &str) -> Result<(), FileError> {
+        if self.config.ensure_weight_tying || !self.model.is_shared(self.base, key) {
+            return Ok(());
+        }
+        let what = format!(
+            "a change of `{key}` alone, whose weight another layer of the base shares: merge it with PEFT, which makes two \
+             weights of it (if no other layer shares it, `\"tie_word_embeddings\": false` in the base's `config.json` says \
+             so),"
+        );
+        Err(unsupported(fqn, what))
+    }
+
+    /// Returns the merge, once all keys of the adapter have been added.
+    ///
+    /// # Errors
+    /// Updates that cannot be computed; layers that no longer have one weight; an adapter without
+    /// tensors.
+    fn finish(mut self) -> Result<Lora<'a>, FileError> {
+        // All updates must be known: the shape of one may tell how a square one is oriented.
+        let model_type = self.model.model_type.as_deref();
+        orient(&mut self.updates, model_type, self.config.fan_in_fan_out)?;
+        for key in self.updates.keys() {
+            let dtype = tensor_of(&self.metadata, key)?.properties.dtype;
+            if !CASTABLE.contains(&dtype) {
+                return Err(unsupported(key, format!("an update of dtype `{dtype}`")));
+            }
+        }
+        if self.updates.is_empty() && self.replaced.is_empty() {
+            return Err(FileError::Merge {
+                reason: "the adapter has no tensors".to_owned(),
+            });
+        }
+        for copy in &self.tied_copies {
+            self.check_copy(copy)?;
+        }
+        let merged = Lora {
+            view: LayerView {
+                sources: vec![
+                    LayerSource::Lent(self.base),
+                    LayerSource::Lent(self.adapter),
+                ],
+                metadata: self.metadata,
+                structure: self.base.structure().cloned(),
+                digests: None,
+            },
+            updates: self.updates,
+            replaced: self.replaced,
+        };
+        self.model.check_names_of_one(self.base, &merged, |key| {
+            merged.updates.contains_key(key) || merged.replaced.contains_key(key)
+        })?;
+        Ok(merged)
+    }
+
+    /// Checks that what the adapter has for a layer is the same as what it has for the layer whose
+    /// weight this one shares.
+    fn check_copy(&self, copy: &TiedCopy) -> Result<(), FileError> {
+        let (fqn, stored_name, is_same) = match copy {
+            TiedCopy::Tensor { key, stored_name } => {
+                let is_same = match self.replaced.get(stored_name) {
+                    Some(other_key) => are_equal(self.adapter, key, other_key)?,
+                    None => false,
+                };
+                (key, stored_name, is_same)
+            }
+            TiedCopy::Update {
+                module,
+                a_key,
+                b_key,
+                stored_name,
+            } => {
+                let is_same = match self.updates.get(stored_name) {
+                    Some(update) => {
+                        // An embedding is `[in, out]`, an output layer `[out, in]`.
+                        self.config.scale(module, a_key, update.rank)? == update.scale
+                            && is_transposed(self.adapter, a_key, &update.b_key)?
+                            && is_transposed(self.adapter, b_key, &update.a_key)?
+                    }
+                    None => false,
+                };
+                (a_key, stored_name, is_same)
+            }
+        };
+        if is_same {
+            return Ok(());
+        }
+        let what =
+            format!("another change than that of `{stored_name}`, which is the same weight,");
+        Err(unsupported(fqn, what))
+    }
+}
+
+/// The most numbers of a matrix that are compared at a time.
+const COMPARED_NUMBERS: usize = 1 << 20;
+
+/// Returns `true` if one matrix of an adapter is another one transposed.
+fn is_transposed(adapter: &dyn Checkpoint, first: &str, second: &str) -> Result<bool, FileError> {
+    let first_shape = &tensor_of(adapter.metadata(), first)?.shape;
+    let second_shape = &tensor_of(adapter.metadata(), second)?.shape;
+    let [rows, columns] = first_shape[..] else {
+        return Ok(false);
+    };
+    if second_shape[..] != [columns, rows] {
+        return Ok(false);
+    }
+    let row_count = (COMPARED_NUMBERS / columns.max(1)).max(1);
+    for start in (0..rows).step_by(row_count) {
+        let count = row_count.min(rows - start);
+        let first_box = TensorBox::new(vec![start, 0], vec![count, columns]);
+        let second_box = TensorBox::new(vec![0, start], vec![columns, count]);
+        let first_numbers = read_numbers(adapter, first, &first_box)?;
+        let second_numbers = read_numbers(adapter, second, &second_box)?;
+        for (index, number) in first_numbers.into_iter().enumerate() {
+            let (row, column) = (index / columns, index % columns);
+            if number != second_numbers[column * count + row] {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
 /// The text that PEFT inserts into the key of a weight that has an update.
 const BASE_LAYER: &str = ".base_layer.";
-
-/// The settings in the configuration of a base model that a merge needs.
-#[derive(Debug, Default, Deserialize)]
-struct BaseModel {
-    model_type: Option<String>,
-    tie_word_embeddings: Option<bool>,
-    architectures: Option<Vec<String>>,
-}
 
 /// The types of models whose layers are `Conv1D`, with weights of shape `[in, out]`, except the
 /// output layer.
@@ -314,96 +520,41 @@ const CONV1D_MODELS: [&str; 4] = ["decision_transformer", "gpt2", "imagegpt", "o
 /// The names of `Conv1D` layers in those models. In other models, layers of these names may be of
 /// another kind.
 const CONV1D_LAYERS: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
-/// The endings of the keys of token embeddings.
-const EMBEDDINGS: [&str; 4] = [
-    "embed_tokens.weight",
-    "tok_embeddings.weight",
-    "word_embeddings.weight",
-    "wte.weight",
-];
-/// The endings of the keys of output layers, which may share the weight of the token embedding.
-const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight"];
-
-impl BaseModel {
-    /// Reads the configuration in the directory of a base. Without one, all settings are unknown.
-    fn read(base: &dyn Checkpoint) -> Result<Self, FileError> {
-        let directory = base.directory();
-        if !directory.has(BASE_CONFIG_FILE)? {
-            return Ok(BaseModel::default());
+/// Decides for each update of a square weight whether the weight is `[in, out]`. The other
+/// weights of layers of the same name tell, or the type of the model. PEFT's setting
+/// `fan_in_fan_out` is the last resort, because PEFT records it for the last layer only.
+///
+/// # Errors
+/// A weight of a layer that may be a `Conv1D`, if none of these tells.
+fn orient(
+    updates: &mut IndexMap<String, Update>,
+    model_type: Option<&str>,
+    fan_in_fan_out: bool,
+) -> Result<(), FileError> {
+    let layers: HashSet<&str> = updates.keys().map(|key| layer_name(key)).collect();
+    let is_one_kind = layers.len() <= 1;
+    let known_layers: HashMap<String, bool> = updates
+        .iter()
+        .filter_map(|(key, update)| Some((layer_name(key).to_owned(), update.is_transposed?)))
+        .collect();
+    for (key, update) in updates {
+        if update.is_transposed.is_some() {
+            continue;
         }
-        let file = directory.extra_file(BASE_CONFIG_FILE)?;
-        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES))
-            .map_err(|source| directory.file_error(BASE_CONFIG_FILE, source))?;
-        // A file of this name that is something else counts as none.
-        Ok(serde_json::from_slice(&bytes).unwrap_or_default())
-    }
-
-    /// Returns `true` if a key is that of a token embedding that shares its weight with the output
-    /// layer.
-    fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
-        if !EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) {
-            return false;
-        }
-        let is_tied = match (self.tie_word_embeddings, &self.architectures) {
-            (Some(is_tied), _) => is_tied,
-            // Only causal language models have an output layer over the tokens.
-            (None, Some(names)) => names
-                .iter()
-                .any(|name| name.contains("LM") && !name.contains("Masked")),
-            (None, None) => true,
-        };
-        // An output layer with a weight of its own is not tied.
-        is_tied
-            && !base
-                .metadata()
-                .tensors()
-                .any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)))
-    }
-
-    /// Decides for each update of a square weight whether the weight is `[in, out]`. The other
-    /// weights of layers of the same name tell, or the type of the model. PEFT's setting
-    /// `fan_in_fan_out` is the last resort, because PEFT records it for the last layer only.
-    ///
-    /// # Errors
-    /// A weight of a layer that may be a `Conv1D`, if none of these tells.
-    fn orient(
-        &self,
-        updates: &mut IndexMap<String, Update>,
-        fan_in_fan_out: bool,
-    ) -> Result<(), FileError> {
-        let layers: HashSet<&str> = updates.keys().map(|key| layer_name(key)).collect();
-        let is_one_kind = layers.len() <= 1;
-        let known_layers: HashMap<String, bool> = updates
-            .iter()
-            .filter_map(|(key, update)| Some((layer_name(key).to_owned(), update.is_transposed?)))
-            .collect();
-        for (key, update) in updates {
-            if update.is_transposed.is_some() {
-                continue;
+        let layer = layer_name(key);
+        let may_be_conv1d = CONV1D_LAYERS.contains(&layer);
+        update.is_transposed = Some(match (known_layers.get(layer), model_type) {
+            (Some(is_transposed), _) => *is_transposed,
+            (None, Some(model)) if may_be_conv1d => CONV1D_MODELS.contains(&model),
+            (None, None) if may_be_conv1d && !is_one_kind => {
+                let what = "an update of a square weight that may or may not be transposed: put the model's \
+                            `config.json` into the base's directory;";
+                return Err(unsupported(&update.a_key, what));
             }
-            let layer = layer_name(key);
-            let may_be_conv1d = CONV1D_LAYERS.contains(&layer);
-            update.is_transposed = Some(
-                match (known_layers.get(layer), self.model_type.as_deref()) {
-                    (Some(is_transposed), _) => *is_transposed,
-                    (None, Some(model)) if may_be_conv1d => CONV1D_MODELS.contains(&model),
-                    (None, None) if may_be_conv1d && !is_one_kind => {
-                        let what = "an update of a square weight that may or may not be transposed: put the model's \
-                                `config.json` into the base's directory;";
-                        return Err(unsupported(&update.a_key, what));
-                    }
-                    _ => fan_in_fan_out,
-                },
-            );
-        }
-        Ok(())
+            _ => fan_in_fan_out,
+        });
     }
-}
-
-/// Returns the name of a weight's layer: `c_attn` for `h.0.attn.c_attn.weight`.
-fn layer_name(key: &str) -> &str {
-    let module = key.strip_suffix(".weight").unwrap_or(key);
-    module.rsplit_once('.').map_or(module, |(_, layer)| layer)
+    Ok(())
 }
 
 /// The parsed key of a factor of an update.
@@ -522,7 +673,7 @@ impl Update {
             a_key: a_key.to_owned(),
             b_key: b_key.to_owned(),
             rank: *rank,
-            scale: config.scale(factor.module, *rank),
+            scale: config.scale(factor.module, a_key, *rank)?,
             is_transposed: (fits_plain != fits_transposed).then_some(fits_transposed),
         })
     }

@@ -5,8 +5,10 @@
 //! by piece, so memory does not grow with the size of tensors.
 
 mod average;
+mod base_model;
 mod lora;
 mod numbers;
+mod pattern;
 
 pub use self::average::Average;
 pub use self::lora::{Lora, LoraConfig};
