@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
+use fsdp_formats::checkpoint::step_in_name;
 use fsdp_formats::lineage::{Branch, read_branches};
 use fsdp_formats::metadata::METADATA_FILE;
 use serde::{Deserialize, Serialize};
@@ -58,7 +59,7 @@ impl CheckpointOnBranch {
 }
 
 /// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints
-/// that a crash has left are not listed: they have no `step-` name, or no `.metadata`.
+/// that a crash has left are not listed: they have a hidden name, or no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
@@ -88,20 +89,22 @@ pub fn list_newest_first(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>
 }
 
 /// Lists the committed checkpoints in a run's directory, and separately the directories that are
-/// named like a checkpoint but have no `.metadata`. Both lists have the oldest step first.
+/// named like a checkpoint of a [`Checkpointer`](crate::Checkpointer) but have no `.metadata`. Both
+/// lists have the oldest step first. DCP directories of other programs whose names say that they
+/// count steps, such as `step_20`, are checkpoints of the run too.
 fn list_steps(
     dir: &Location,
 ) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let mut committed = Vec::new();
     let mut uncommitted = Vec::new();
     for name in names(dir)? {
-        let Some(step) = step_of(&name) else {
+        let Some(step) = step_in_name(&name) else {
             continue;
         };
         let path = dir.join(&name);
         if path.join(METADATA_FILE).is_file()? {
             committed.push(StepCheckpoint { step, path });
-        } else {
+        } else if step_of(&name).is_some() {
             uncommitted.push(StepCheckpoint { step, path });
         }
     }
@@ -144,7 +147,8 @@ pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, Chec
         .collect())
 }
 
-/// Returns the step in the name of a checkpoint; `None` for any other name.
+/// Returns the step in the name of a checkpoint of a [`Checkpointer`](crate::Checkpointer); `None`
+/// for any other name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-").and_then(parse_step)
 }

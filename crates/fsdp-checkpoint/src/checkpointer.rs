@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_digest::StateDigest;
 use fsdp_formats::Location;
+use fsdp_formats::checkpoint::step_in_name;
 use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
@@ -16,9 +17,7 @@ use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
-use crate::catalog::{
-    RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name, step_of,
-};
+use crate::catalog::{RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name};
 use crate::error::{CheckpointError, broadcast_result, with_causes_in_text};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
@@ -602,7 +601,7 @@ impl Checkpointer {
                 let is_own = self.is_own(&path);
                 let step = named_step
                     .or(recorded_step)
-                    .or_else(|| step_of(path.name().file_name()?.to_str()?));
+                    .or_else(|| step_in_name(path.name().file_name()?.to_str()?));
                 (
                     Parent::new(recorded_step, checkpoint.digests().map(StateDigest::root)),
                     Some(path),

@@ -11,7 +11,7 @@ use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
 use crate::catalog::{
-    CheckpointOnBranch, StepCheckpoint, list_branches, step_name, steps_with_leftovers,
+    CheckpointOnBranch, StepCheckpoint, list_branches, step_name, step_of, steps_with_leftovers,
 };
 use crate::error::CheckpointError;
 
@@ -90,6 +90,11 @@ pub(crate) fn prune_up_to(
     let _span = info_span!("prune", path = %dir).entered();
     let (mut listed, uncommitted) = list_branches(dir)?;
     listed.retain(|found| step.is_none_or(|step| found.checkpoint.step <= step));
+    // What another program has saved is not this run's to remove.
+    listed.retain(|found| {
+        let name = found.checkpoint.path.name().file_name();
+        name.and_then(|name| step_of(name.to_str()?)).is_some()
+    });
     let Some(CheckpointOnBranch {
         branch,
         checkpoint: newest,

@@ -1,12 +1,14 @@
 //! `fsdp log`: the chain of a run's checkpoints, and where it is broken or forked.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::lineage::{Link, Note, list_chain};
+use fsdp_layout::ErrorKind;
 use serde_json::{Value, json};
 
-use crate::failure::difference_error;
+use crate::exit_codes;
+use crate::failure::{CommandError, difference_error};
 use crate::ls::no_checkpoints_text;
 use crate::output;
 use crate::text::{escaped, or_word};
@@ -14,7 +16,7 @@ use crate::text::{escaped, or_word};
 /// Options of `fsdp log`.
 #[derive(Debug, Args)]
 pub(crate) struct LogArguments {
-    /// The directory of a run's checkpoints
+    /// The folder of a run's checkpoints
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
@@ -28,7 +30,7 @@ const SCHEMA: u32 = 1;
 /// Prints the chain of a run's checkpoints, the newest first: `fsdp log`.
 ///
 /// # Errors
-/// A checkpoint whose parent was replaced; a directory that cannot be read.
+/// A checkpoint whose parent was replaced, or that is damaged; a directory that cannot be read.
 pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let run = arguments.run.to_string();
     let mut links = list_chain(&arguments.run)?;
@@ -60,6 +62,20 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
             "the chain of `{run}` is broken at {break_count} of its checkpoints"
         ))
     );
+    for link in &links {
+        for note in &link.notes {
+            // A checkpoint that was never committed is no damage: a save may be in progress.
+            if let Note::Unreadable { reason, kind } = note
+                && *kind != ErrorKind::Incomplete
+            {
+                bail!(CommandError {
+                    exit_code: exit_codes::for_kind(*kind),
+                    message: format!("`{}` of `{run}` cannot be opened: {reason}", link.name),
+                    hint: None,
+                });
+            }
+        }
+    }
     Ok(())
 }
 

@@ -81,7 +81,7 @@ pub mod checkpoint {
     pub use crate::links::LinksInFolder;
     pub use crate::open::{check_replaceable, open};
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
-    pub use crate::steps::{StepOfRun, list_steps};
+    pub use crate::steps::{StepOfRun, list_steps, step_in_name};
 }
 
 /// Reading a DCP directory, and the options of reading in any format.

@@ -5,14 +5,16 @@ use std::collections::btree_map::Entry;
 use std::path::Path;
 
 use fsdp_digest::Digest;
-use fsdp_layout::{ErrorKind, Failure as _};
+use fsdp_layout::{ErrorKind, Failure as _, with_causes};
 use tracing::warn;
 
 use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
-use crate::formats::checkpoint::Checkpoint as _;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::read::OpenOptions;
 use crate::metadata::METADATA_FILE;
-use crate::steps::step_of;
+use crate::open::open;
+use crate::steps::list_steps;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
@@ -96,6 +98,13 @@ pub struct Link {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Note {
+    /// It cannot be opened, or was never committed.
+    Unreadable {
+        /// The reason, with its causes.
+        reason: String,
+        /// The kind of the reason.
+        kind: ErrorKind,
+    },
     /// No lineage was recorded, so its place in the chain is not known.
     NoLineage,
     /// Its parent is not among the run's checkpoints: it was removed, or belongs to another run.
@@ -128,6 +137,7 @@ impl Note {
 impl std::fmt::Display for Note {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Note::Unreadable { reason, .. } => write!(f, "cannot be opened: {reason}"),
             Note::NoLineage => f.write_str("no lineage recorded"),
             Note::ParentIsElsewhere => f.write_str("its parent is not here"),
             Note::ParentIsAnother => {
@@ -141,38 +151,53 @@ impl std::fmt::Display for Note {
     }
 }
 
-/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in
-/// the chain. Only metadata and integrity files are read.
+/// Lists the checkpoints of a run ([`list_steps`]), each with its place in the chain, the oldest
+/// first. One that cannot be opened has a note that says so. Only metadata and integrity files are
+/// read.
 ///
 /// # Errors
-/// A directory that cannot be listed, checkpoints that cannot be opened.
+/// A directory that cannot be listed.
 pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
-    let run = run.into();
     let mut links = Vec::new();
-    for name in run.names()? {
-        let path = run.join(&name);
-        // Only committed checkpoints are part of the chain.
-        if name.starts_with('.') || !path.join(METADATA_FILE).is_file()? {
-            continue;
-        }
-        // The directory itself, without files of other programs beside its own, of which no digests
-        // were recorded.
-        let checkpoint = CheckpointReader::open(&path)?;
-        links.push(Link {
-            name,
-            digest: checkpoint.digests().map(|digests| digests.root()),
-            lineage: checkpoint.lineage().cloned(),
+    for found in list_steps(run)? {
+        let mut link = Link {
+            name: found.name,
+            digest: None,
+            lineage: None,
             notes: Vec::new(),
-        });
+        };
+        match open_link(&found.path) {
+            Ok(checkpoint) => {
+                link.digest = checkpoint.digests().map(|digests| digests.root());
+                link.lineage = checkpoint.lineage().cloned();
+            }
+            Err(error) => link.notes.push(Note::Unreadable {
+                reason: with_causes(&error),
+                kind: error.kind(),
+            }),
+        }
+        links.push((found.step, link));
     }
-    // Checkpoints of other programs have no lineage, but often a step in their names.
-    links.sort_by_cached_key(|link| {
+    // Checkpoints of other programs have no lineage, but a step in their names.
+    links.sort_by_cached_key(|(step_in_name, link)| {
         let recorded_step = link.lineage.as_ref().map(|lineage| lineage.step);
-        let step_in_name = step_of(&link.name).map(|(_, step)| step);
-        (recorded_step, step_in_name, link.name.clone())
+        (recorded_step, *step_in_name, link.name.clone())
     });
+    let mut links: Vec<Link> = links.into_iter().map(|(_, link)| link).collect();
     add_notes(&mut links);
     Ok(links)
+}
+
+/// Opens a checkpoint of a run. A DCP directory is opened without the files of other programs
+/// beside its own, of which no digests were recorded.
+///
+/// # Errors
+/// The checkpoint cannot be opened.
+fn open_link(path: &Location) -> Result<Box<dyn Checkpoint>, FileError> {
+    if path.join(METADATA_FILE).is_file()? {
+        return Ok(Box::new(CheckpointReader::open(path)?));
+    }
+    open(path, OpenOptions::default())
 }
 
 /// Notes where the chain is broken or forked, and what has changed from one checkpoint to the next.
@@ -185,7 +210,10 @@ fn add_notes(links: &mut [Link]) {
     let mut first_children: BTreeMap<Digest, String> = BTreeMap::new();
     for index in 0..links.len() {
         let Some(lineage) = links[index].lineage.clone() else {
-            links[index].notes.push(Note::NoLineage);
+            // Of one that cannot be opened that has been said.
+            if links[index].notes.is_empty() {
+                links[index].notes.push(Note::NoLineage);
+            }
             continue;
         };
         let Some(parent) = lineage.parent else {

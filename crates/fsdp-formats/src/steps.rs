@@ -1,6 +1,10 @@
-//! The checkpoints in a run's folder, by the names that trainers give them.
+//! The checkpoints in a run's folder, by the names that trainers give them. All commands on runs
+//! have their checkpoints from here.
+
+use std::path::Path;
 
 use crate::error::FileError;
+use crate::metadata::METADATA_FILE;
 use crate::storage::location::Location;
 
 /// A checkpoint of a run, known by its name only. It was not opened.
@@ -8,8 +12,9 @@ use crate::storage::location::Location;
 pub struct StepOfRun {
     /// Its step, or its epoch, from its name.
     pub step: u64,
-    /// The word before the number in its name: `step`, `checkpoint`, `epoch` and so on.
-    pub counts: &'static str,
+    /// The word that says what the number in its name counts: `step`, `checkpoint`, `epoch` and so
+    /// on, or whatever stands before the number.
+    pub counts: String,
     /// Its name in the folder.
     pub name: String,
     /// Its place.
@@ -20,11 +25,15 @@ pub struct StepOfRun {
 const SUBFOLDERS: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"];
 
 /// The words before the number in the name of a checkpoint.
-const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
+const WORDS: [&str; 6] = ["step", "checkpoint", "iter", "iteration", "epoch", "ckpt"];
+
+/// The endings of the names of files with a checkpoint in them.
+const ENDINGS: [&str; 6] = [".ckpt", ".pt", ".pth", ".pth.tar", ".bin", ".safetensors"];
 
 /// Returns the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`,
-/// `checkpoint_3`, `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like. They
-/// are in the folder itself, or below `checkpoint`, `checkpoints` or `outputs/checkpoint`.
+/// `checkpoint_3`, `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like; and all
+/// DCP directories whose names end with a number. They are in the folder itself, or below
+/// `checkpoint`, `checkpoints` or `outputs/checkpoint`.
 ///
 /// # Errors
 /// A folder that cannot be listed.
@@ -40,18 +49,23 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
             Err(error) if !subfolder.is_empty() && error.is_absence() => continue,
             names => names?,
         };
-        let mut steps: Vec<StepOfRun> = names
-            .into_iter()
-            .filter_map(|name| {
-                let (counts, step) = step_of(&name)?;
-                Some(StepOfRun {
+        let mut steps = Vec::new();
+        for name in names {
+            let path = folder.join(&name);
+            let found = match step_of(&name) {
+                None => step_of_directory(&path, &name)?,
+                found => found,
+            };
+            if let Some((counts, step)) = found {
+                let counts = counts.to_owned();
+                steps.push(StepOfRun {
                     step,
                     counts,
-                    path: folder.join(&name),
                     name,
-                })
-            })
-            .collect();
+                    path,
+                });
+            }
+        }
         // The first folder that has any is the one: others may be of another run.
         if !steps.is_empty() {
             steps.sort_by(|a, b| (a.step, &a.name).cmp(&(b.step, &b.name)));
@@ -61,23 +75,64 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
     Ok(Vec::new())
 }
 
-/// Returns the step in the name of a checkpoint, and the word before it; `None` for any other name.
-pub(crate) fn step_of(name: &str) -> Option<(&'static str, u64)> {
+/// Returns the step in the name of a checkpoint, and the word that says what it counts; `None` for
+/// a name that says nothing of this.
+fn step_of(name: &str) -> Option<(&'static str, u64)> {
     if name.starts_with('.') {
         return None;
     }
-    let stem = [".ckpt", ".pt", ".pth", ".safetensors"]
-        .iter()
-        .find_map(|extension| name.strip_suffix(extension))
-        .unwrap_or(name);
-    let without_digits = stem.trim_end_matches(|c: char| c.is_ascii_digit());
-    // Without digits, or with too many, there is no step.
-    let step = stem[without_digits.len()..].parse().ok()?;
-    let word_in_name = without_digits.trim_end_matches(['-', '_', '=']);
+    let stem = ENDINGS.iter().find_map(|ending| name.strip_suffix(ending));
+    let stem = stem.unwrap_or(name).to_ascii_lowercase();
+    // Lightning's names have several numbers, and others after them: a metric, or the number of a
+    // copy.
+    for word in ["step", "epoch"] {
+        if let Some((_, number)) = stem.rsplit_once(&format!("{word}=")) {
+            let end = number.find(|character: char| !character.is_ascii_digit());
+            let digits = &number[..end.unwrap_or(number.len())];
+            return Some((word, digits.parse().ok()?));
+        }
+    }
+    let stem = stem.strip_suffix("-ckpt").unwrap_or(&stem);
+    let (before, step) = split_number(stem)?;
     WORDS
         .into_iter()
-        .find(|step_word| word_in_name.ends_with(step_word))
-        .map(|step_word| (step_word, step))
+        .find(|word| before.ends_with(word))
+        .map(|word| (word, step))
+}
+
+/// Returns the step in the name of a directory that does not say what it counts, and what stands
+/// before it; `None` if the name has none, or the directory is no DCP directory. A link is another
+/// name of a checkpoint, and no checkpoint itself.
+fn step_of_directory<'n>(
+    path: &Location,
+    name: &'n str,
+) -> Result<Option<(&'n str, u64)>, FileError> {
+    let found = split_number(name).filter(|_| !name.starts_with('.'));
+    if found.is_none()
+        || path.local().is_some_and(Path::is_symlink)
+        || !path.join(METADATA_FILE).is_file()?
+    {
+        return Ok(None);
+    }
+    Ok(found)
+}
+
+/// Splits the number off the end of a name. Returns what is before it, without the separator;
+/// `None` without a number, or with one that is no step.
+fn split_number(name: &str) -> Option<(&str, u64)> {
+    let before = name.trim_end_matches(|character: char| character.is_ascii_digit());
+    // Without digits, or with too many, there is no step.
+    let step = name[before.len()..].parse().ok()?;
+    Some((before.trim_end_matches(['-', '_', '=', '.']), step))
+}
+
+/// Returns the step in the name of a checkpoint if the name says that its number counts steps;
+/// `None` for any other name.
+#[must_use]
+pub fn step_in_name(name: &str) -> Option<u64> {
+    step_of(name)
+        .filter(|(counts, _)| *counts == "step")
+        .map(|(_, step)| step)
 }
 
 #[cfg(test)]
@@ -91,6 +146,7 @@ mod tests {
             ("step_7", Some(7)),
             ("checkpoint-10", Some(10)),
             ("checkpoint_3", Some(3)),
+            ("iteration_4", Some(4)),
             ("global_step40", Some(40)),
             ("iter_0000040", Some(40)),
             ("epoch=3-step=40.ckpt", Some(40)),
@@ -101,6 +157,15 @@ mod tests {
             ("step-", None),
             ("step-99999999999999999999999", None),
             ("last.ckpt", None),
+            ("epoch=3-step=40-v1.ckpt", Some(40)),
+            ("epoch=3-step=40-last", Some(40)),
+            ("epoch=02-val_loss=0.32.ckpt", Some(2)),
+            ("step=.ckpt", None),
+            ("checkpoint_12.pth.tar", Some(12)),
+            ("iter-000500-ckpt.pth", Some(500)),
+            ("Epoch_3.pt", Some(3)),
+            ("pytorch_model_fsdp_0", None),
+            ("dcp-100", None),
             ("global_step40_universal", None),
         ] {
             assert_eq!(step_of(name).map(|(_, step)| step), step, "{name}");

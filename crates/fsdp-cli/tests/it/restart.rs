@@ -396,3 +396,22 @@ fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
         );
     }
 }
+
+/// `fsdp ls` knows it by this name too.
+#[test]
+fn a_checkpoint_with_another_trainers_name_is_one_that_a_resume_finds() {
+    let dir = TempDir::new().unwrap();
+    for name in ["step_2", "global_step2", "epoch=0-step=2"] {
+        let out = dir.path().join(name);
+        train(&out, &["--steps", "2"]);
+        fs::rename(out.join("step-00000002"), out.join(name)).unwrap();
+        fsdp(&["ls", out.to_str().unwrap()])
+            .assert()
+            .success()
+            .stdout(contains(name));
+        train(&out, &["--steps", "3", "--resume", "--keep-last", "1"]);
+        assert_eq!(losses(&out).len(), 3, "{name}");
+        // What a run has not named itself is not its own to remove.
+        assert!(out.join(name).exists() && out.join("step-00000003").exists());
+    }
+}

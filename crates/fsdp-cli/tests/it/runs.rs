@@ -296,3 +296,134 @@ fn a_key_that_is_not_there_gets_those_most_like_it() {
         .code(17)
         .stderr(contains(format!("`{key}`")));
 }
+
+/// Runs a command on a run, and returns the names in one of the lists of its JSON.
+fn listed_names(command: &[&str], list: &str) -> Vec<String> {
+    let output = fsdp(command).assert().success().get_output().stdout.clone();
+    let json: serde_json::Value = serde_json::from_slice(&output).unwrap();
+    let mut names: Vec<String> = json[list]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|item| {
+            let name = item
+                .as_str()
+                .unwrap_or_else(|| item["name"].as_str().unwrap());
+            name.to_owned()
+        })
+        .collect();
+    names.sort();
+    names
+}
+
+/// Copies all files of a directory to a new one.
+fn copy_directory(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+/// The names that trainers give to their checkpoints.
+const NAMES_OF_TRAINERS: [&str; 14] = [
+    "100",
+    "checkpoint-60",
+    "ckpt110",
+    "dcp-80",
+    "default--loss=0.25-epoch=0-step=120-last",
+    "ep0-ba130",
+    "epoch=1-step=70",
+    "epoch_0",
+    "global_step40",
+    "global_step_140",
+    "iter_0000050",
+    "save5",
+    "step-20",
+    "step_30",
+];
+
+#[test]
+fn all_commands_on_a_run_know_the_same_checkpoints_whatever_trainer_named_them() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/misc_ws1/dcp");
+    for below in ["", "checkpoints"] {
+        let run = tempfile::tempdir().unwrap();
+        let folder = run.path().join(below);
+        // None of these is a checkpoint of the run.
+        copy_directory(&source, &folder.join("best"));
+        fs::create_dir(folder.join("plots-3")).unwrap();
+        fs::write(folder.join("events.0"), "").unwrap();
+        for name in NAMES_OF_TRAINERS {
+            copy_directory(&source, &folder.join(name));
+        }
+        #[cfg(unix)]
+        std::os::unix::fs::symlink("step-20", folder.join("link-7")).unwrap();
+        let path = run.path().to_str().unwrap();
+        for command in ["ls", "log"] {
+            let names = listed_names(&[command, path, "--json"], "checkpoints");
+            assert_eq!(names, NAMES_OF_TRAINERS, "{command}, `{below}`");
+        }
+        let page = run.path().join("page.html");
+        let page_text = page.to_str().unwrap();
+        fsdp(&["report", path, "--html", page_text])
+            .assert()
+            .success();
+        let page = fs::read_to_string(&page).unwrap();
+        for name in NAMES_OF_TRAINERS {
+            assert!(page.contains(&format!("<code>{name}</code>")), "{name}");
+        }
+        assert!(!page.contains("<code>best</code>"));
+        // Their numbers count different things.
+        fsdp(&["prune", path, "--keep", "1"]).assert().code(2);
+    }
+}
+
+#[test]
+fn prune_counts_what_ls_lists() {
+    let run = tempfile::tempdir().unwrap();
+    let source =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+    for name in ["save_1", "save_2", "save_10", "final"] {
+        copy_directory(&source, &run.path().join(name));
+    }
+    let path = run.path().to_str().unwrap();
+    let removed = listed_names(
+        &["prune", path, "--keep", "1", "--yes", "--json"],
+        "removed",
+    );
+    assert_eq!(removed, ["save_1", "save_2"]);
+    assert_eq!(names(&run), ["final", "save_10"]);
+}
+
+#[test]
+fn the_chain_of_a_trainers_run_has_its_folders() {
+    let run = tempfile::tempdir().unwrap();
+    let source =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../fsdp-tools/tests/fixtures/folders/trainer");
+    for step in [100, 20] {
+        copy_directory(&source, &run.path().join(format!("checkpoint-{step}")));
+    }
+    // A save that was cut off.
+    fs::create_dir(run.path().join("checkpoint-120")).unwrap();
+    let path = run.path().to_str().unwrap();
+    for command in ["ls", "log"] {
+        let names = listed_names(&[command, path, "--json"], "checkpoints");
+        assert_eq!(
+            names,
+            ["checkpoint-100", "checkpoint-120", "checkpoint-20"],
+            "{command}"
+        );
+    }
+    fsdp(&["log", path])
+        .assert()
+        .success()
+        .stdout(contains("! cannot be opened: ").and(contains("! no lineage recorded")));
+    // One that is damaged is an error, after the list.
+    fs::write(
+        run.path().join("checkpoint-100/model.safetensors"),
+        "damaged",
+    )
+    .unwrap();
+    let whole = contains("checkpoint-20  no digest").and(contains("checkpoint-100  no digest"));
+    fsdp(&["log", path]).assert().failure().stdout(whole);
+}
