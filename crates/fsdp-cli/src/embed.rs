@@ -7,35 +7,14 @@ use std::sync::atomic::AtomicUsize;
 
 use anyhow::{Error, ensure};
 
-use super::{Command, capture, execute, outcome, output, parse};
-use crate::failure::{CommandError, usage_error};
+use super::{Command, capture, execute, outcome, parse};
+use crate::failure::CommandError;
 
 /// Returns an error of this crate, or of a crate that it uses, as the command reports it: with its
 /// exit code, the messages of its causes, and a hint.
 #[must_use]
 pub fn explain(error: &Error) -> CommandError {
-    // A command line that clap refuses.
-    if let Some(error) = error.downcast_ref::<clap::Error>() {
-        return usage_error(refusal_text(&error.to_string()), None);
-    }
-    CommandError {
-        exit_code: outcome::exit_code(error),
-        message: output::error_messages(error).join(": "),
-        hint: outcome::hint(error),
-    }
-}
-
-/// Returns what is wrong with a command line in one line. The rest of what clap says is for those
-/// who have typed it.
-fn refusal_text(text: &str) -> String {
-    let lines = text.trim_start_matches("error: ").lines().map(str::trim);
-    let problem_lines = lines.take_while(|line| {
-        !line.starts_with("Usage:") && !line.starts_with("For more information")
-    });
-    problem_lines
-        .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
-        .collect::<Vec<_>>()
-        .join(" ")
+    outcome::explain(error)
 }
 
 /// Runs a command that writes one JSON object, and returns its outcome and what it would write to
@@ -60,7 +39,7 @@ pub fn report(
     let program = std::iter::once(OsString::from("fsdp"));
     let arguments: Vec<OsString> = program.chain(arguments).collect();
     let (outcome, output) = capture::run(stop, || {
-        let command = parse(&arguments)?;
+        let command = parse(&arguments)?.command;
         // Commands that print text, or run until a signal ends them, have no report to return.
         ensure!(
             command.runs_inside(),

@@ -144,7 +144,10 @@ enum Command {
 #[must_use]
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
-    let command = parse(&arguments).unwrap_or_else(|error| error.exit());
+    let Parsed {
+        command,
+        prints_json,
+    } = parse(&arguments).unwrap_or_else(|error| end_with_refusal(&error, &arguments));
     #[cfg(feature = "train")]
     if let Command::Train(arguments) = &command {
         prepare_training(arguments);
@@ -158,10 +161,29 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
         Err(error) if may_end_early && error.is::<output::StdoutClosed>() => exit_codes::OK,
         Err(error) => {
+            if prints_json {
+                output::print_json_error(&outcome::explain(&error));
+            }
             output::print_error(&error, outcome::hint(&error));
             outcome::exit_code(&error)
         }
     }
+}
+
+/// Ends the process because of a command line that clap refuses, or that asks for help.
+fn end_with_refusal(error: &clap::Error, arguments: &[OsString]) -> ! {
+    let runs_jobs = arguments
+        .get(1)
+        .is_some_and(|name| JOB_COMMANDS.iter().any(|command| name == command));
+    // Nothing is known of the options but their text. With `--npy -` stdout is for numbers.
+    if error.use_stderr()
+        && !runs_jobs
+        && arguments.iter().any(|argument| argument == "--json")
+        && !arguments.iter().any(|argument| argument == "-")
+    {
+        output::print_json_error(&outcome::explain_refusal(error));
+    }
+    error.exit()
 }
 
 /// Sets this process up for a command, and runs it.
@@ -171,6 +193,9 @@ fn prepare_and_execute(command: Command) -> anyhow::Result<()> {
     let _guard = logs::start(command.trace_file().as_deref())?;
     execute(command)
 }
+
+/// The commands that run jobs. With `--json` they write an object for each event, and not only one.
+const JOB_COMMANDS: [&str; 3] = ["train", "launch", "doctor"];
 
 /// The options of the commands on checkpoints that an environment variable may set. All others
 /// change what is selected or written, and a variable that somebody has left would change it
@@ -182,7 +207,7 @@ const OPTIONS_WITH_VARIABLES: [&str; 4] = ["json", "level", "no_progress", "thre
 /// `json_has_variable`.
 fn command_line(json_has_variable: bool) -> clap::Command {
     Arguments::command().mut_subcommands(|command| {
-        let runs_jobs = ["train", "launch", "doctor"].contains(&command.get_name());
+        let runs_jobs = JOB_COMMANDS.contains(&command.get_name());
         command.mut_args(|option| {
             let name = option.get_id().as_str();
             let has_variable = (runs_jobs || OPTIONS_WITH_VARIABLES.contains(&name))
@@ -199,7 +224,7 @@ fn command_line(json_has_variable: bool) -> clap::Command {
 /// Parses a command line and the environment.
 ///
 /// A flag beats the environment: where only `FSDP_JSON` makes options conflict, it does not count.
-fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
+fn parse(arguments: &[OsString]) -> Result<Parsed, clap::Error> {
     match parse_with(command_line(true), arguments) {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
             parse_with(command_line(false), arguments)
@@ -208,17 +233,32 @@ fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
     }
 }
 
+/// A command line.
+#[derive(Debug)]
+struct Parsed {
+    command: Command,
+    /// `true` if it asks for one JSON object on stdout.
+    prints_json: bool,
+}
+
 /// Parses a command line by the options of `definition`.
 ///
 /// # Errors
 /// The command line is wrong, or asks for help or the version.
-fn parse_with(definition: clap::Command, arguments: &[OsString]) -> Result<Command, clap::Error> {
-    let command =
-        Arguments::from_arg_matches(&definition.try_get_matches_from(arguments)?)?.command;
+fn parse_with(definition: clap::Command, arguments: &[OsString]) -> Result<Parsed, clap::Error> {
+    let matches = definition.try_get_matches_from(arguments)?;
+    let prints_json = matches.subcommand().is_some_and(|(name, options)| {
+        !JOB_COMMANDS.contains(&name)
+            && matches!(options.try_get_one::<bool>("json"), Ok(Some(true)))
+    });
+    let command = Arguments::from_arg_matches(&matches)?.command;
     if let Command::Cat(arguments) = &command {
         arguments.check()?;
     }
-    Ok(command)
+    Ok(Parsed {
+        command,
+        prints_json,
+    })
 }
 
 /// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step

@@ -10,10 +10,10 @@ use fsdp_tools::sign::SignError;
 use fsdp_tools::tensor_parallel::TensorParallelError;
 
 use crate::exit_codes;
-use crate::failure::{CommandError, kind_as};
+use crate::failure::{CommandError, kind_as, usage_error};
 #[cfg(feature = "train")]
 use crate::job_failure;
-use crate::output::StdoutClosed;
+use crate::output::{StdoutClosed, error_messages};
 
 /// Returns the exit code of an error: that of the command's own, or else of the first cause that
 /// has one.
@@ -37,6 +37,34 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
             .find_map(hint_of_cause)
             .or_else(|| hint_for_exit_code(exit_code(error))),
     }
+}
+
+/// Returns an error as the command reports it: with its exit code, the messages of its causes, and
+/// a hint.
+pub(crate) fn explain(error: &Error) -> CommandError {
+    if let Some(error) = error.downcast_ref::<clap::Error>() {
+        return explain_refusal(error);
+    }
+    CommandError {
+        exit_code: exit_code(error),
+        message: error_messages(error).join(": "),
+        hint: hint(error),
+    }
+}
+
+/// Returns the error of a command line that clap refuses, in one line. The rest of what clap says
+/// is for those who have typed it.
+pub(crate) fn explain_refusal(error: &clap::Error) -> CommandError {
+    let text = error.to_string();
+    let lines = text.trim_start_matches("error: ").lines().map(str::trim);
+    let problem_lines = lines.take_while(|line| {
+        !line.starts_with("Usage:") && !line.starts_with("For more information")
+    });
+    let problem = problem_lines
+        .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
+        .collect::<Vec<_>>()
+        .join(" ");
+    usage_error(problem, None)
 }
 
 /// Returns the exit code for one cause of an error; `None` if it tells none.
@@ -86,6 +114,13 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
             "it is damaged, or another program has saved over this checkpoint: if torch has, remove `.integrity` and \
              the files that `.metadata` does not name",
         );
+    }
+    if let Some(error @ FileError::Io { source, .. }) = cause.downcast_ref()
+        && error.is_of_write()
+        && source.kind() != io::ErrorKind::StorageFull
+        && source.kind() != io::ErrorKind::QuotaExceeded
+    {
+        return Some("choose a place in which you may create and change files");
     }
     if let Some(FileError::HoldsOthers { .. }) = cause.downcast_ref() {
         return Some("move it away, or choose another destination");

@@ -2,11 +2,14 @@
 //! everything else.
 
 use std::io::{self, Write as _};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Error, Result};
 use serde::Serialize;
+use serde_json::json;
 
 use super::capture;
+use super::failure::CommandError;
 use super::text::{escaped, escaped_lines};
 
 /// The end of a pipe whose reader has closed it (`fsdp inspect … | head`), which is not a failure.
@@ -71,11 +74,35 @@ pub(crate) fn print_lines(lines: &[String]) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
+/// `true` once this process has written JSON.
+static HAS_PRINTED_JSON: AtomicBool = AtomicBool::new(false);
+
+/// The version of the schema of errors.
+const ERROR_SCHEMA: u32 = 1;
+
+/// Writes an error as one line of JSON, unless there is JSON on stdout already: a report that says
+/// what is wrong. Failures to write are ignored, as the error is written to stderr too.
+pub(crate) fn print_json_error(error: &CommandError) {
+    if HAS_PRINTED_JSON.load(Ordering::Relaxed) {
+        return;
+    }
+    let CommandError {
+        exit_code,
+        message,
+        hint,
+    } = error;
+    let _ = print_json(&json!({
+        "schema": ERROR_SCHEMA,
+        "error": { "message": message, "exit_code": exit_code, "hint": hint },
+    }));
+}
+
 /// Writes a value as one line of JSON.
 ///
 /// # Errors
 /// The same as [`print_line`].
 pub(crate) fn print_json(value: &impl Serialize) -> Result<()> {
+    HAS_PRINTED_JSON.store(true, Ordering::Relaxed);
     print_line(&serde_json::to_string(value).context("failed to write JSON")?)
 }
 

@@ -432,6 +432,13 @@ impl FileError {
         }
     }
 
+    /// Returns `true` if the system has refused an operation that writes, such as to create a file.
+    #[must_use]
+    pub fn is_of_write(&self) -> bool {
+        const READS: [&str; 5] = ["inspect", "list", "open", "open the directory", "read"];
+        matches!(self, FileError::Io { operation, .. } if !READS.contains(operation))
+    }
+
     /// Returns `true` if the error says that nothing is at a path.
     pub(crate) fn is_absence(&self) -> bool {
         matches!(self, FileError::Io { source, .. } if matches!(

@@ -14,8 +14,11 @@ impl Failure for FileError {
             FileError::NotCommitted { .. } | FileError::MissingFiles { .. } => {
                 ErrorKind::Incomplete
             }
-            // Most often the file is one that the checkpoint says it has.
-            FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+            // Most often the file is one that the checkpoint says it has. Where something was to be
+            // written, nothing of a checkpoint is missing.
+            FileError::Io { source, .. }
+                if source.kind() == io::ErrorKind::NotFound && !self.is_of_write() =>
+            {
                 ErrorKind::Incomplete
             }
             FileError::Exists { .. }

@@ -363,3 +363,90 @@ fn tensors_that_differ_everywhere_are_compared_in_little_memory() {
         "{text}"
     );
 }
+
+/// Returns the object that a command with `--json` writes, and its exit code.
+fn error_object(arguments: &[&str]) -> (serde_json::Value, i32) {
+    let output = fsdp(arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(text.lines().count(), 1, "{arguments:?}: {text}");
+    let object = serde_json::from_str(&text).unwrap();
+    (object, output.status.code().unwrap())
+}
+
+#[test]
+fn an_error_is_an_object_too_where_json_was_asked_for() {
+    let parent = tempfile::tempdir().unwrap();
+    let absent = parent.path().join("absent");
+    let (absent, free) = (absent.to_str().unwrap(), parent.path().join("free"));
+    let free = free.to_str().unwrap();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    for (arguments, code) in [
+        (&["inspect", absent][..], 11),
+        (&["verify", absent], 11),
+        (&["diff", absent, absent], 11),
+        (&["digest", absent], 11),
+        (&["sign", absent, "--key", absent], 14),
+        (&["log", absent], 11),
+        (&["ls", absent], 11),
+        (&["prune", absent, "--keep", "1"], 11),
+        (&["reshard", absent, free, "--world-size", "2"], 11),
+        (&["convert", absent, free, "--to", "hf"], 11),
+        (&["convert", source, free, "--to", "hf"], 12),
+        (&["merge", "--from", absent, free, "--to", "hf"], 11),
+        (&["cat", absent, "key"], 11),
+        (&["plan", "--like", absent, "--ranks", "2"], 11),
+        // Wrong command lines.
+        (&["convert", absent, free], 2),
+        (&["sign", absent], 2),
+        (&["ls"], 2),
+        (&["ls", absent, "--bogus"], 2),
+    ] {
+        let with_json = [arguments, &["--json"]].concat();
+        let (object, exit_code) = error_object(&with_json);
+        assert_eq!(exit_code, code, "{arguments:?}: {object}");
+        let is_report = ["inspect", "verify"].contains(&arguments[0]);
+        if !is_report {
+            assert_eq!(
+                object["error"]["exit_code"], code,
+                "{arguments:?}: {object}"
+            );
+            let message = object["error"]["message"].as_str().unwrap();
+            assert!(!message.is_empty(), "{arguments:?}: {object}");
+        }
+        // Without the option stdout is empty, as ever.
+        let output = fsdp(arguments).output().unwrap();
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn where_nothing_can_be_created_no_checkpoint_is_called_incomplete() {
+    let parent = tempfile::tempdir().unwrap();
+    let link = parent.path().join("link");
+    std::os::unix::fs::symlink(parent.path().join("absent/below"), &link).unwrap();
+    let below = link.join("new");
+    let below = below.to_str().unwrap();
+    let fixture = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/fixtures/fsdp2_adamw_ws2/dcp"
+    );
+    let key = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fsdp-tools/tests/fixtures/signed/key.pem"
+    );
+    for arguments in [
+        &["convert", fixture, below, "--to", "hf"][..],
+        &["convert", fixture, below, "--to", "torch"],
+        &["convert", fixture, below, "--to", "dcp"],
+        &["reshard", fixture, below, "--world-size", "2"],
+        &["merge", "--from", fixture, below, "--to", "safetensors"],
+        &["sign", fixture, "--key", key, "--signature", below],
+        &["map", fixture, "--html", below],
+    ] {
+        fsdp(arguments)
+            .assert()
+            .code(14)
+            .stderr(contains("create").and(contains("saved whole").not()));
+    }
+}
