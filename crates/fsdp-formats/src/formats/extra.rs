@@ -56,7 +56,15 @@ impl ExtraFiles {
             .collect();
         let mut extra_files = ExtraFiles::default();
         for name in directory.names()? {
-            if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
+            // The hashes of a file that is a part of a folder lie beside the file.
+            let hashed_file = name
+                .strip_suffix(INTEGRITY_FILE)
+                .filter(|_| checkpoint.format() == Format::Folder);
+            if is_own(&name)
+                || name == CLAIM_FILE
+                || stored.contains(name.as_str())
+                || hashed_file.is_some_and(|file| stored.contains(file))
+            {
                 continue;
             }
             let is_file = is_file(directory, &name)?;

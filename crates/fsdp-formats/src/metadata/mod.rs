@@ -152,7 +152,8 @@ impl StorageInfo {
 
 impl Entry {
     /// Returns the box (none for a value) and the place of each item of the entry.
-    pub(crate) fn items(&self) -> impl Iterator<Item = (Option<&TensorBox>, Option<&StorageInfo>)> {
+    #[doc(hidden)]
+    pub fn items(&self) -> impl Iterator<Item = (Option<&TensorBox>, Option<&StorageInfo>)> {
         let (chunks, value) = match self {
             Entry::Tensor(tensor) => (&tensor.chunks[..], None),
             Entry::Bytes(bytes) => (&[][..], Some(bytes.stored.as_ref())),

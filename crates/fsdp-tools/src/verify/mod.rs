@@ -88,13 +88,15 @@ pub fn verify(
             stale_digests: checkpoint.has_stale_digests(),
             tensors: checkpoint.metadata().tensors().count(),
             values: checkpoint.metadata().values().count(),
-            problems: check_metadata(checkpoint),
             ..Report::default()
         },
+        named_items: HashSet::new(),
+        named_keys: HashSet::new(),
     };
+    verification.add_problems(check_metadata(checkpoint));
     if level >= Level::Sizes {
         let findings = check_items(checkpoint, verification.threads)?;
-        verification.report.problems.extend(findings.problems);
+        verification.add_problems(findings.problems);
         verification.report.opaque = findings.opaque;
     }
     if level >= Level::Hashes {
@@ -120,18 +122,42 @@ struct Verification<'v> {
     threads: usize,
     progress: Option<&'v (dyn Fn(u64) + Sync)>,
     report: Report,
+    /// The items of which a problem has been reported: their keys, files and offsets.
+    named_items: HashSet<(String, String, u64)>,
+    /// The keys of which a problem has been reported.
+    named_keys: HashSet<String>,
 }
 
 impl Verification<'_> {
-    /// Adds a problem with a key, or with the item that is stored for it.
+    /// Adds a problem with a key, or with the item that is stored for it, unless one of that item
+    /// has been reported.
     fn add_problem(
         &mut self,
         fqn: &str,
         stored: Option<&StorageInfo>,
         error: &(dyn std::error::Error + 'static),
     ) {
-        let problem = Problem::of_key(fqn, stored, error);
-        self.report.problems.push(problem);
+        // A file that is too short has one problem with each item, whatever is read of it.
+        let is_named = stored.is_some_and(|stored| {
+            let item = (fqn.to_owned(), stored.relative_path.clone(), stored.offset);
+            self.named_items.contains(&item)
+        });
+        if !is_named {
+            self.add_problems(vec![Problem::of_key(fqn, stored, error)]);
+        }
+    }
+
+    /// Adds problems, and notes of which items and keys they are.
+    fn add_problems(&mut self, problems: Vec<Problem>) {
+        for problem in problems {
+            if let Some(fqn) = &problem.fqn {
+                self.named_keys.insert(fqn.clone());
+                if let (Some(file), Some(offset)) = (&problem.file, problem.offset) {
+                    self.named_items.insert((fqn.clone(), file.clone(), offset));
+                }
+            }
+            self.report.problems.push(problem);
+        }
     }
 
     /// Checks every byte that a hash covers, and reports the first error of each file.
@@ -206,16 +232,14 @@ impl Verification<'_> {
         });
         // Report in the order of the metadata, whichever thread was first.
         for ((fqn, entry), findings) in entries.into_iter().zip(findings) {
-            let stored = match entry {
-                Entry::Tensor(tensor) => tensor
-                    .chunks
-                    .first()
-                    .and_then(|chunk| chunk.stored.as_ref()),
-                Entry::Bytes(bytes) => bytes.stored.as_ref(),
-            };
+            let stored = entry.items().find_map(|(_, stored)| stored);
+            // What is wrong with its items has been reported, and is why it cannot be read.
+            let is_named = self.named_keys.contains(fqn);
             let ElementFindings { census, digest } = match findings {
                 Ok(findings) => findings,
+                Err(_) if is_named => continue,
                 Err(error) => {
+                    let stored = item_of_error(&error, entry).or(stored);
                     self.add_problem(fqn, stored, &error);
                     continue;
                 }
@@ -227,7 +251,7 @@ impl Verification<'_> {
             }
             if let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) {
                 self.report.digests += 1;
-                if recorded.get(fqn) != Some(digest) {
+                if recorded.get(fqn) != Some(digest) && !is_named {
                     self.add_problem(fqn, stored, &digest_mismatch(checkpoint, fqn));
                 }
             }
@@ -261,6 +285,17 @@ impl Verification<'_> {
             self.add_problem(fqn, None, &digest_mismatch(checkpoint, fqn));
         }
     }
+}
+
+/// Returns the item that an error of reading a key is about; `None` if it does not tell.
+fn item_of_error<'e>(error: &FileError, entry: &'e Entry) -> Option<&'e StorageInfo> {
+    let FileError::Item { path, offset, .. } = error else {
+        return None;
+    };
+    entry
+        .items()
+        .filter_map(|(_, stored)| stored)
+        .find(|stored| stored.offset == *offset && path.ends_with(&stored.relative_path))
 }
 
 /// Returns the error that a recorded digest is not that of what the checkpoint has.

@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Format, list_steps};
+use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, list_steps, open};
 use fsdp_formats::internals::encode_value;
 use fsdp_formats::metadata::Entry;
-use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_layout::{ErrorKind, Failure as _, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::verify::{Level, VerifyOptions, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
 
@@ -466,4 +466,54 @@ fn the_checkpoints_of_a_run_are_found_by_their_names() {
     assert!(steps(&run).is_empty());
     std::os::unix::fs::symlink("checkpoints", run.join("checkpoints")).unwrap();
     assert!(list_steps(&run).is_err());
+}
+
+#[test]
+fn a_trainers_folder_is_sealed_part_by_part() {
+    for (name, file) in [
+        ("trainer", "model.safetensors"),
+        ("trainer", "trainer_state.json"),
+        ("trainer", "optimizer.pt"),
+        ("accelerate", "pytorch_model_fsdp_0/__0_0.distcp"),
+        ("accelerate", "scheduler.bin"),
+        ("accelerate_full", "pytorch_model_fsdp.bin"),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join(name);
+        copy(&fixture(&format!("folders/{name}")), &path);
+        let before = opened(&path);
+        let keys: Vec<&String> = before.metadata().entries.keys().collect();
+        add_integrity(path.as_path(), None).unwrap();
+        let whole = opened(&path);
+        assert_eq!(
+            whole.metadata().entries.keys().collect::<Vec<_>>(),
+            keys,
+            "{name}"
+        );
+        let report = verify(&*whole, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.is_ok() && report.has_integrity, "{name}: {report:?}");
+        assert!(report.digests > 0, "{name}");
+        // The hashes are the checkpoint's own: it may be replaced and removed with them.
+        assert_eq!(ExtraFiles::find(&*whole).unwrap().foreign(), None, "{name}");
+        // A flipped bit is found in the file where it is.
+        let damaged = path.join(file);
+        let mut bytes = std::fs::read(&damaged).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&damaged, bytes).unwrap();
+        let found = open(&path, Default::default())
+            .and_then(|checkpoint| verify(&*checkpoint, Level::Hashes, VerifyOptions::default()));
+        match found {
+            Ok(report) => {
+                let files: Vec<_> = report
+                    .problems
+                    .iter()
+                    .filter_map(|problem| problem.file.as_deref())
+                    .collect();
+                assert!(files.contains(&file), "{name}, {file}: {report:?}");
+            }
+            // A file that is read whole when the folder is opened.
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}, {file}: {error}"),
+        }
+    }
 }

@@ -575,3 +575,54 @@ fn differences_are_told_apart() {
         (a.metadata().entries.len(), c.metadata().entries.len())
     );
 }
+
+#[test]
+fn each_item_of_a_file_that_is_cut_off_is_named_once() {
+    let parent = tempfile::tempdir().unwrap();
+    let from = fixtures().join("fsdp2_adamw_ws2/dcp");
+    let (plain, sealed) = (parent.path().join("plain"), parent.path().join("sealed"));
+    for path in [&plain, &sealed] {
+        copy(&from, path);
+    }
+    add_integrity(sealed.as_path(), None).unwrap();
+    for path in [&plain, &sealed] {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(path.join("__1_0.distcp"))
+            .unwrap();
+        file.set_len(3000).unwrap();
+        let sizes = verified(path, Level::Sizes);
+        assert!(sizes.problems.len() > 10);
+        for level in [Level::Hashes, Level::Deep] {
+            let report = verified(path, level);
+            let of_items = report
+                .problems
+                .iter()
+                .filter(|problem| problem.fqn.is_some());
+            let mut names: Vec<_> = of_items
+                .map(|problem| (&problem.fqn, &problem.file, problem.offset))
+                .collect();
+            let count = names.len();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), count, "{level:?}");
+            assert_eq!(count, sizes.problems.len(), "{level:?}");
+        }
+    }
+}
+
+#[test]
+fn a_problem_with_one_box_of_a_tensor_names_the_file_of_that_box() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("sealed");
+    copy(&fixtures().join("fsdp2_adamw_ws2/dcp"), &path);
+    add_integrity(path.as_path(), None).unwrap();
+    let file = path.join("__1_0.distcp");
+    let mut bytes = std::fs::read(&file).unwrap();
+    // A hash of every block, so that all items have one that is wrong.
+    bytes.iter_mut().for_each(|byte| *byte ^= 1);
+    std::fs::write(&file, bytes).unwrap();
+    for problem in verified(&path, Level::Deep).problems {
+        assert_eq!(problem.file.as_deref(), Some("__1_0.distcp"), "{problem:?}");
+    }
+}
