@@ -130,7 +130,7 @@ pub fn convert(
     let mut converted = Converted {
         quantized,
         dropped: unwritable,
-        containers: find_lost_containers(source, target),
+        containers: find_lost_containers(source, target, &sidecars),
         copied: copied_files.into_keys().collect(),
         left_behind,
         ..Converted::default()
@@ -326,11 +326,32 @@ fn choose_extra_files<'c>(
     Ok((copied_files, left_behind))
 }
 
-/// Returns the containers that a format cannot express.
-fn find_lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<String> {
+/// Returns the containers that a format cannot express. Those in sidecar files that are copied as
+/// they are stay as they are.
+fn find_lost_containers(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    sidecars: &CopiedSidecars,
+) -> Vec<String> {
     let Some(structure) = source.structure() else {
         return Vec::new();
     };
+    let mut containers = describe_lost_containers(structure, target);
+    for part in source.parts() {
+        if sidecars.files.iter().any(|file| file == part.path)
+            && let Some(structure) = part.checkpoint.structure()
+        {
+            let copied: HashSet<String> = describe_lost_containers(structure, target)
+                .into_iter()
+                .collect();
+            containers.retain(|container| !copied.contains(container));
+        }
+    }
+    containers
+}
+
+/// Returns descriptions of the containers of a structure that a format cannot express.
+fn describe_lost_containers(structure: &Structure, target: OutputFormat) -> Vec<String> {
     let mut containers = structure.modules();
     if target != OutputFormat::Torch {
         containers.extend(structure.describe_untold());

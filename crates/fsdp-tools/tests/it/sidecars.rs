@@ -449,3 +449,25 @@ fn keys_that_both_have_and_what_is_no_dict_are_opaque_and_the_rest_is_read() {
     std::fs::copy(fixture("conjugated.pt"), path.join("common.pt")).unwrap();
     assert!(opened(&path).metadata().tensors().count() >= tensors);
 }
+
+#[test]
+fn containers_in_a_file_that_is_copied_are_not_called_lost() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, file) in FILES {
+        let source = opened(&fixture(name));
+        for (target, is_copied) in [
+            (OutputFormat::Dcp { ranks: 2 }, true),
+            (OutputFormat::SafetensorsFile, false),
+        ] {
+            let to = parent.path().join(format!("{name}-{is_copied}"));
+            let options = ConvertOptions {
+                drop_opaque: true,
+                ..ConvertOptions::default()
+            };
+            let done = convert(&*source, &to, target, options).unwrap();
+            assert_eq!(done.copied.contains(&file.to_owned()), is_copied, "{name}");
+            let has_lost = !is_copied && name == "lightning";
+            assert_eq!(!done.containers.is_empty(), has_lost, "{name}: {done:?}");
+        }
+    }
+}
