@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: all benches, one table, one JSON; PyTorch beside them where there is one.
 
 pub(crate) mod figures;
+mod room;
 mod table;
 mod train;
 
@@ -13,9 +14,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use self::figures::{Case, Other, Results, SCHEMA};
-use crate::files::{read, write};
+use self::room::Room;
+use crate::files::{field, read, write};
 use crate::shell::{cargo, output, say, show, target};
 
+/// Loads on another number of ranks than saved: the ranks that saved, and those that load.
+const RESHARDS: [(usize, usize); 4] = [(4, 2), (1, 4), (4, 1), (3, 5)];
 /// The numbers of ranks on which torch loads besides those of the bench, because resharding loads
 /// lead there.
 const MORE_RANKS: [usize; 1] = [5];
@@ -48,7 +52,10 @@ const EXAMPLES: [(&str, &str, &str, &str); 5] = [
 const PLUGIN: &str = "torch.distributed.checkpoint with the Python package's storage";
 /// The name of the table of conversions beside those of others.
 const MERGERS: &str = "Conversions of the command beside those of PyTorch, accelerate and verl";
-/// The groups among them that torch has too.
+/// The groups of `tests/examples/bench` that depend on the number of parameters, and not on their
+/// bytes.
+const UNSIZED_GROUPS: [&str; 2] = ["planning", "scale"];
+/// The groups of [`GROUPS`] that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
 #[derive(Args)]
@@ -112,15 +119,47 @@ impl BenchArguments {
     fn wants(&self, group: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == group)
     }
+
+    /// Makes the directories to write to, if a group that was asked for writes to them, and checks
+    /// that what it takes fits.
+    ///
+    /// # Errors
+    /// A directory that cannot be made; a group that does not fit.
+    fn make_room(&self, target: &Path) -> Result<Room> {
+        let mut groups = GROUPS.to_vec();
+        groups.extend(UNSIZED_GROUPS);
+        if self.torch.is_some() {
+            groups.extend(["plugin", "mergers"]);
+        }
+        groups.retain(|group| self.wants(group));
+        if groups.is_empty() {
+            return Room::new(&[]);
+        }
+        let room = if self.place.is_empty() {
+            let disk = format!("disk={}", target.display());
+            Room::new(&["tmpfs=/dev/shm".to_owned(), disk])?
+        } else {
+            Room::new(&self.place)?
+        };
+        // A full run takes more than an hour, so all of it is checked before it starts.
+        for size in &self.size {
+            for group in &groups {
+                room.check(group, size)?;
+            }
+        }
+        Ok(room)
+    }
 }
 
 /// Runs the benches, and writes their figures.
 pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     let target = target(root);
+    let room = arguments.make_room(&target)?;
     let bench = Bench {
         root,
         target: &target,
         arguments,
+        room: &room,
     };
     let mut results = Results {
         schema: SCHEMA,
@@ -154,6 +193,7 @@ struct Bench<'a> {
     /// The directory that cargo builds in.
     target: &'a Path,
     arguments: &'a BenchArguments,
+    room: &'a Room,
 }
 
 impl Bench<'_> {
@@ -162,8 +202,7 @@ impl Bench<'_> {
         let arguments = self.arguments;
         let mut sized = GROUPS.to_vec();
         sized.retain(|group| arguments.wants(group));
-        // The cost of these depends on the number of parameters, not on their bytes.
-        let mut unsized_groups = vec!["planning", "scale"];
+        let mut unsized_groups = UNSIZED_GROUPS.to_vec();
         unsized_groups.retain(|group| arguments.wants(group));
         // Nothing is built for a run of the smaller benches only.
         if !sized.is_empty() || !unsized_groups.is_empty() {
@@ -172,16 +211,16 @@ impl Bench<'_> {
 
         let mut cases: Vec<Case> = Vec::new();
         for size in &arguments.size {
-            // Each group runs in a process of its own, so that memory kept by the allocator does
-            // not slow the next one.
             for group in &sized {
-                let ranks: Vec<String> = arguments.ranks.iter().map(usize::to_string).collect();
-                let found: Vec<Case> = json(
-                    self.bench_command(group, size)
-                        .args(["--ranks", &ranks.join(",")])
-                        .args(["--runs", &arguments.runs.to_string()]),
-                )?;
-                cases.extend(found);
+                for (saved_on, ranks) in self.programs(group) {
+                    let mut command = self.bench_command(group, size);
+                    command
+                        .args(["--ranks", &ranks.to_string()])
+                        .args(["--saved-on", &saved_on.to_string()])
+                        .args(["--runs", &arguments.runs.to_string()]);
+                    let found: Vec<Case> = json(&mut command)?;
+                    cases.extend(found);
+                }
             }
             if let Some(python) = &arguments.torch {
                 let mut groups = sized.clone();
@@ -198,22 +237,27 @@ impl Bench<'_> {
         Ok(cases)
     }
 
+    /// Returns the ranks that save and the ranks of each program of a group. Each is a process of
+    /// its own, so that memory kept by the allocator neither slows the next one nor adds to it.
+    fn programs(&self, group: &str) -> Vec<(usize, usize)> {
+        let ranks = self.arguments.ranks.iter();
+        let mut programs: Vec<(usize, usize)> = ranks.map(|&ranks| (ranks, ranks)).collect();
+        match group {
+            "load" => programs.extend(RESHARDS),
+            // A conversion is one process, whatever number of ranks saved.
+            "conversions" => programs.truncate(1),
+            _ => {}
+        }
+        programs
+    }
+
     /// Returns the command that measures a group of cases.
     fn bench_command(&self, group: &str, size: &str) -> Command {
         let mut command = Command::new(self.target.join("release/examples/bench"));
         command
             .args(["--json", "--only", group, "--size", size])
-            .args(["--place", &self.places()]);
+            .args(["--place", &self.room.places()]);
         command
-    }
-
-    /// Returns the directories to write to, as the programs take them.
-    fn places(&self) -> String {
-        if self.arguments.place.is_empty() {
-            format!("tmpfs=/dev/shm,disk={}", self.target.display())
-        } else {
-            self.arguments.place.join(",")
-        }
     }
 
     /// Runs the smaller benches, each of which belongs to a crate.
@@ -265,16 +309,13 @@ impl Bench<'_> {
     /// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns
     /// with torch's own.
     fn plugin(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
-        let place = match self.arguments.place.first() {
-            Some(place) => place.as_str(),
-            None => "tmpfs=/dev/shm",
-        };
+        let (place, _) = self.room.first()?;
         let runs = self.arguments.runs.to_string();
         let mut figures = Vec::new();
         for size in &self.arguments.size {
             for &ranks in &self.arguments.ranks {
                 let mut command = self.python_command(python, "bench.py");
-                command.args([size, &ranks.to_string(), "plugin", place, &runs]);
+                command.args([size, &ranks.to_string(), "plugin", &place, &runs]);
                 let cases: Vec<TorchCase> = json(&mut command)
                     .context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
                 // Each of ours is followed by torch's.
@@ -299,21 +340,14 @@ impl Bench<'_> {
     /// Conversions of the command, in turns with the programs of torch and of frameworks that do
     /// the same.
     fn mergers(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
-        let place = match self.arguments.place.first() {
-            Some(place) => {
-                let (_, directory) = place
-                    .split_once('=')
-                    .with_context(|| format!("`{place}` is not NAME=DIRECTORY"))?;
-                directory
-            }
-            None => "/dev/shm",
-        };
+        let (_, directory) = self.room.first()?;
         let mut figures = Vec::new();
         for size in &self.arguments.size {
             let found: Vec<BesideTheirs> = json(
                 self.python_command(python, "mergers.py")
                     .arg(self.target.join("release/fsdp"))
-                    .args([place, size, &self.arguments.runs.to_string()]),
+                    .arg(directory)
+                    .args([size, &self.arguments.runs.to_string()]),
             )?;
             figures.extend(found);
         }
@@ -337,7 +371,7 @@ impl Bench<'_> {
             calls.extend(MORE_RANKS.map(|ranks| (ranks, "load")));
         }
 
-        let places = self.places();
+        let places = self.room.places();
         let runs = self.arguments.runs.to_string();
         let mut found = Vec::new();
         for (ranks, groups) in calls {
@@ -398,17 +432,6 @@ fn machine() -> String {
         .unwrap_or(0u64)
         >> 20;
     format!("{cores} cores of {model}, {memory} GiB")
-}
-
-/// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
-fn field(file: &str, name: &str) -> String {
-    let text = std::fs::read_to_string(file).unwrap_or_default();
-    for line in text.lines().filter(|line| line.starts_with(name)) {
-        if let Some((_, value)) = line.split_once(':') {
-            return value.trim().to_owned();
-        }
-    }
-    String::new()
 }
 
 /// Runs a command whose stdout is JSON, and whose stderr is its progress.

@@ -29,6 +29,17 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
 }
 
+/// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
+pub(crate) fn field(file: &str, name: &str) -> String {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    for line in text.lines().filter(|line| line.starts_with(name)) {
+        if let Some((_, value)) = line.split_once(':') {
+            return value.trim().to_owned();
+        }
+    }
+    String::new()
+}
+
 /// Removes a directory that only tasks write to, if it is there.
 #[expect(
     clippy::disallowed_methods,

@@ -20,8 +20,6 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         let own = state_bytes(&state);
         drop((state, guard));
         let bytes = total(&group, own)?;
-        let source = vec![1u8; own];
-        let mut target = vec![2u8; own];
         let save = SaveOptions {
             overwrite: true,
             ..SaveOptions::default()
@@ -38,7 +36,10 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         let mut stalls = Pairs::default();
         let mut steps = Pairs::default();
         for _ in 0..bench.runs {
+            let source = vec![1u8; own];
+            let mut target = vec![2u8; own];
             let limit = timed(&group, || Ok(limits::copy_warm(&source, &mut target)))?.time;
+            drop((source, target));
             let without = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
             let stall = timed(
                 &group,

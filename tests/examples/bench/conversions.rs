@@ -67,6 +67,8 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         Some(&other),
         &|| convert_to(&dcp, &other, OutputFormat::Dcp { ranks: 2 }),
     )?;
+    // In memory there is no room for all of them at once.
+    remove(&other)?;
     measure(
         bench,
         figures,

@@ -14,9 +14,22 @@ use crate::{Bench, limits};
 /// Loads on another number of ranks than saved.
 const RESHARDS: [(usize, usize); 4] = [(4, 2), (1, 4), (4, 1), (3, 5)];
 
-pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> Result<()> {
-    let same = ranks.iter().map(|&ranks| (ranks, ranks));
-    for (from, to) in same.chain(RESHARDS) {
+/// Measures loads on each of some numbers of ranks. The ranks that save are `saved_on`; if that is
+/// `None`, as many as load, and those of [`RESHARDS`] too.
+pub(crate) fn run(
+    bench: &Bench<'_>,
+    ranks: &[usize],
+    saved_on: Option<usize>,
+    figures: &mut Figures,
+) -> Result<()> {
+    let mut pairs: Vec<(usize, usize)> = ranks
+        .iter()
+        .map(|&ranks| (saved_on.unwrap_or(ranks), ranks))
+        .collect();
+    if saved_on.is_none() {
+        pairs.extend(RESHARDS);
+    }
+    for (index, &(from, to)) in pairs.iter().enumerate() {
         let path = bench.directory.join(format!("of-{from}"));
         if !path.exists() {
             on_ranks(from, |group| {
@@ -78,6 +91,10 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
             Ok(cases.collect::<Vec<_>>())
         })?;
         cases.into_iter().for_each(|case| figures.push(case));
+        // In memory there is no room for the checkpoints of all numbers of ranks at once.
+        if !pairs[index + 1..].iter().any(|&(later, _)| later == from) {
+            std::fs::remove_dir_all(&path)?;
+        }
     }
     Ok(())
 }

@@ -52,6 +52,9 @@ struct Arguments {
     /// Where to write, as NAME=DIRECTORY: one in memory, one on a disk
     #[arg(long, value_delimiter = ',', default_values = ["tmpfs=/dev/shm", "disk=target"])]
     place: Vec<Place>,
+    /// The ranks that save what is loaded [default: as many as load, and some other numbers]
+    #[arg(long)]
+    saved_on: Option<usize>,
     /// Times that each figure is taken
     #[arg(long, default_value = "5")]
     runs: usize,
@@ -141,7 +144,7 @@ fn main() -> Result<()> {
                 }
             }
             if index == 0 && wanted("load") {
-                load::run(&bench, &arguments.ranks, &mut figures)?;
+                load::run(&bench, &arguments.ranks, arguments.saved_on, &mut figures)?;
             }
             if index == 0 && wanted("conversions") {
                 conversions::run(&bench, &mut figures)?;

@@ -110,6 +110,7 @@ impl Bench<'_> {
                 });
             }
         }
+        remove_directory(&out)?;
         Ok(figures)
     }
 
