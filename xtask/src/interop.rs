@@ -49,6 +49,7 @@ pub(crate) fn test(root: &Path) -> Result<()> {
     let data = root.join("crates/fsdp-cli/data/harbour.txt");
     for (script, input, output) in [
         ("formats.py", &fixtures, work.join("formats")),
+        ("experts.py", &fixtures, work.join("experts")),
         ("signing.py", &fixtures, work.join("signing")),
         ("interop.py", &data, work.clone()),
         ("torchrun.py", &data, work.join("torchrun")),

@@ -30,6 +30,8 @@ pub const STOPPED: u8 = 18;
 pub const AFTER_COMMIT: u8 = 19;
 /// Values of opaque types would have to be left out of what is written.
 pub const OPAQUE: u8 = 20;
+/// The gradients of a training are NaN or infinite.
+pub const NOT_FINITE: u8 = 21;
 
 /// Returns the exit code of a kind of failure.
 #[must_use]

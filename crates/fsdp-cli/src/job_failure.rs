@@ -26,6 +26,14 @@ pub(crate) fn job_error_kind(cause: &(dyn std::error::Error + 'static)) -> Optio
         .or_else(|| kind_as::<CommError>(cause))
 }
 
+/// Returns `true` for gradients that are NaN or infinite, which is no bug of the program.
+pub(crate) fn is_not_finite(cause: &(dyn std::error::Error + 'static)) -> bool {
+    matches!(
+        cause.downcast_ref(),
+        Some(NnError::NonFiniteGradients { .. })
+    )
+}
+
 /// Returns the error of a run whose place holds the checkpoints of another.
 pub(crate) fn out_is_taken_error(directory: impl Display, step: u64) -> CommandError {
     usage_error(
@@ -55,7 +63,7 @@ pub(crate) fn job_error_hint(cause: &(dyn std::error::Error + 'static)) -> Optio
     if let Some(CheckpointError::Directory { .. }) = cause.downcast_ref() {
         return Some(NO_PLACE_HINT);
     }
-    if let Some(NnError::NonFiniteGradients { .. }) = cause.downcast_ref() {
+    if is_not_finite(cause) {
         return Some(
             "a smaller `--lr` may help; `--nonfinite skip` leaves out the updates of such steps",
         );

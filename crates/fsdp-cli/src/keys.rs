@@ -99,12 +99,58 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
+    /// Checks that the new name of a key may be meant.
+    ///
+    /// # Errors
+    /// The new key is empty or has an empty part, or a rule or the prefix makes one word of two:
+    /// a dot is missing, or there is one too many.
+    fn check_new_key(&self, key: &str) -> Result<()> {
+        let Rename::To(new_key) = self.rename(key) else {
+            return Ok(());
+        };
+        let (shown_key, shown_new_key) = (escaped(key), escaped(&new_key));
+        ensure!(
+            !new_key.is_empty(),
+            no_such_keys_error("`--rename` would make a key empty")
+        );
+        let rule = self
+            .rules
+            .iter()
+            .find(|rule| apply_rename(rule, key).is_some());
+        if let Some((old, new)) = rule {
+            let suffix = &key[old.len()..];
+            let is_joined = old.ends_with('.') && makes_one_word(new, suffix);
+            // What the source calls its keys is its own affair.
+            let is_empty_part = has_empty_part(&format!("{new}{suffix}")) && !has_empty_part(key);
+            if is_joined || is_empty_part {
+                bail!(usage_error(
+                    format!(
+                        "`--rename {old}={new}` would make `{shown_new_key}` of `{shown_key}`: a dot is \
+                         missing or one too many"
+                    ),
+                    "give both OLD and NEW a dot at the end, or neither; `model.=` removes `model.`",
+                ));
+            }
+        }
+        let Some(prefix) = self.prefix else {
+            return Ok(());
+        };
+        let name = &new_key[prefix.len()..];
+        if makes_one_word(prefix, name) || has_empty_part(&new_key) && !has_empty_part(name) {
+            bail!(usage_error(
+                format!("`--prefix {prefix}` would make `{shown_new_key}` of `{shown_key}`"),
+                "a prefix ends with one dot and begins with none, as `--prefix model.` does",
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no
     /// key may be one that is given for many checkpoints, and is only told.
     ///
     /// # Errors
-    /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become
-    /// empty.
+    /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become one
+    /// that cannot be meant.
     pub(crate) fn check(&self, metadata: &Metadata) -> Result<()> {
         let keys = metadata.entries.keys().map(String::as_str);
         let selected: Vec<&str> = keys.clone().filter(|key| self.selects(key)).collect();
@@ -124,14 +170,18 @@ impl<'a> Keys<'a> {
                 )));
             }
         }
-        // No format has a name for a tensor without a name.
-        let empty = Rename::To(String::new());
-        ensure!(
-            !selected.iter().any(|key| self.rename(key) == empty),
-            no_such_keys_error("`--rename` would make a key empty")
-        );
-        Ok(())
+        selected.iter().try_for_each(|key| self.check_new_key(key))
     }
+}
+
+/// Returns `true` for a key with an empty part, which a dot too many or too few makes.
+fn has_empty_part(key: &str) -> bool {
+    key.split('.').any(str::is_empty)
+}
+
+/// Returns `true` if two texts, put together, make one word of two.
+fn makes_one_word(start: &str, end: &str) -> bool {
+    start.ends_with(char::is_alphanumeric) && end.starts_with(char::is_alphanumeric)
 }
 
 /// Globs, each of which selects keys.

@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use fsdp_formats::Location;
+use fsdp_layout::DType;
 use fsdp_tools::map::{BUILTIN, Map, Values};
 
 use crate::failure::usage_error;
@@ -26,8 +27,8 @@ const CONFIG_KEYS: [(&str, &str); 4] = [
 #[derive(Debug, Args)]
 pub(crate) struct MapArguments {
     /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf,
-    /// nanogpt-to-hf, megatron-to-hf, fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron,
-    /// hf-to-fused
+    /// nanogpt-to-hf, megatron-to-hf, fused-to-hf, qwen3-moe-to-hf, deepseek-v3-to-hf,
+    /// mixtral-to-hf, gpt-oss-to-hf, and the other way: hf-to-llama, hf-to-nanogpt, ...
     #[arg(long, value_name = "FILE")]
     map: Option<String>,
     /// Apply the rules of --map from right to left
@@ -173,6 +174,46 @@ fn config_values(source: &Location) -> Values {
         }
     }
     values
+}
+
+/// What a model's `config.json` says about the weights as they are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct StoredWeights {
+    /// The dtype to compute with.
+    pub(crate) dtype: Option<DType>,
+    /// The number of rows and of columns that share a scale.
+    pub(crate) block: Option<[usize; 2]>,
+}
+
+impl StoredWeights {
+    /// Reads it from the first of these places that has a configuration. What is not said there, or
+    /// makes no sense, is `None`.
+    pub(crate) fn of_places(places: &[&Location]) -> Self {
+        let Some(config) = places.iter().find_map(|place| read_config(place)) else {
+            return StoredWeights::default();
+        };
+        let text_config = find_text_config(&config).unwrap_or(&config);
+        let dtype = ["dtype", "torch_dtype"].iter().find_map(|key| {
+            let name = text_config.get(key).or_else(|| config.get(key))?.as_str()?;
+            DType::from_torch_name(name.strip_prefix("torch.").unwrap_or(name))
+        });
+        let sizes = config
+            .get("quantization_config")
+            .and_then(|quantization| quantization.get("weight_block_size")?.as_array());
+        let size_at = |index: usize| {
+            let size = sizes?.get(index)?.as_u64()?;
+            usize::try_from(size).ok().filter(|&size| size > 0)
+        };
+        StoredWeights {
+            // Only these can be written.
+            dtype: dtype.filter(|dtype| {
+                matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
+            }),
+            block: size_at(0)
+                .zip(size_at(1))
+                .map(|(rows, columns)| [rows, columns]),
+        }
+    }
 }
 
 /// Reads the `config.json` in a directory, or beside a file; `None` if there is none that can be

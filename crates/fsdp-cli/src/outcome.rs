@@ -78,6 +78,10 @@ fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if cause.is::<StdoutClosed>() {
         return Some(exit_codes::IO);
     }
+    #[cfg(feature = "train")]
+    if job_failure::is_not_finite(cause) {
+        return Some(exit_codes::NOT_FINITE);
+    }
     // A cause of no known kind says nothing: the next one may.
     #[cfg(feature = "train")]
     let job_kind = job_failure::job_error_kind(cause);
@@ -96,6 +100,11 @@ fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<u8> {
 
 /// Returns the hint for one cause of an error; `None` if it has none.
 fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
+    if let Some(MapError::Unnamed { .. }) = cause.downcast_ref() {
+        return Some(
+            "the model is another variant: write a map with rules for these keys too, or leave them out with `--exclude`",
+        );
+    }
     if cause.is::<MapError>() {
         return Some(
             "`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps",

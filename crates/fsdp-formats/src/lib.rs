@@ -74,6 +74,7 @@ pub use storage::object::{Store, object_store};
 /// All formats are described by [`Metadata`](metadata::Metadata), so code that handles one of them
 /// handles all.
 pub mod checkpoint {
+    pub use crate::formats::change::Change;
     pub use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
     pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;

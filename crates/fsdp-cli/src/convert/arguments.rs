@@ -100,13 +100,17 @@ pub(crate) struct ConvertArguments {
     /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX")]
     pub(super) prefix: Option<String>,
-    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and
-    /// counts of steps
+    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers,
+    /// hyperparameters, counts, and scales of quantized tensors
     #[arg(long, value_parser = float_type_parser(["float64", "float32", "float16", "bfloat16"]))]
     dtype: Option<DType>,
-    /// Cast the state of optimizers too
+    /// Cast the state of optimizers too, but not its hyperparameters and counts
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
+    /// Multiply weights of 8 bits by the scales beside them, which are left out. The weights get the
+    /// type of --dtype [default: that in config.json, or bfloat16]
+    #[arg(long)]
+    pub(super) dequantize: bool,
     #[command(flatten)]
     pub(super) map: MapArguments,
     /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all

@@ -7,7 +7,7 @@ use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_tools::convert::OutputFormat;
+use fsdp_tools::convert::{ConfigEdits, OutputFormat};
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
 
 use super::arguments::{TargetArguments, WriteArguments};
@@ -25,6 +25,8 @@ pub(super) struct Destination<'a> {
     pub(super) model_directory: Option<&'a Location>,
     /// The parts that tensor-parallel ranks get.
     pub(super) tensor_parallel_plan: Option<TensorParallelPlan>,
+    /// What a copied `config.json` says anew.
+    pub(super) config: ConfigEdits,
     pub(super) writing: &'a WriteArguments,
 }
 
@@ -45,6 +47,7 @@ impl<'a> Destination<'a> {
             drop_opaque: target.drop_opaque,
             model_directory: target.model_directory()?,
             tensor_parallel_plan: None,
+            config: ConfigEdits::default(),
             writing,
         })
     }

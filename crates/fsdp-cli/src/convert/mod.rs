@@ -10,13 +10,17 @@ use anyhow::{Context as _, Result, bail};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::storage::{self, Durable};
-use fsdp_tools::convert::{ConvertOptions, OutputFormat, View, convert};
+use fsdp_layout::DType;
+use fsdp_tools::convert::{
+    ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
+};
 use fsdp_tools::map::Mapped;
 use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;
 use crate::failure::{CommandError, usage_error};
+use crate::map::StoredWeights;
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
@@ -37,12 +41,30 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     )?;
     let prefix = arguments.prefix.as_deref();
     let keys = arguments.filter.keys(&arguments.rename, prefix)?;
-    let source = destination.open_source(&arguments.source)?;
-    keys.check(source.metadata())?;
-    let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
+    let opened = destination.open_source(&arguments.source)?;
     // The sizes in rules come from the configuration of `--with`, or else of the source.
     let mut places: Vec<&Location> = destination.model_directory.into_iter().collect();
     places.push(&arguments.source);
+    let cast = arguments.cast();
+    let mut config = ConfigEdits {
+        dtype: cast.map(|cast| cast.dtype),
+        is_dequantized: arguments.dequantize,
+    };
+    // Weights meet their scales under the names of the source.
+    let dequantized = if arguments.dequantize {
+        let stored = StoredWeights::of_places(&places);
+        let dtype = config.dtype.or(stored.dtype).unwrap_or(DType::BF16);
+        config.dtype = Some(dtype);
+        Some(Dequantized::new(&*opened, dtype, stored.block)?)
+    } else {
+        None
+    };
+    let source: &dyn Checkpoint = match &dequantized {
+        Some(dequantized) => dequantized,
+        None => &*opened,
+    };
+    keys.check(source.metadata())?;
+    let view = View::new(source, |key| keys.rename(key), None)?;
     let map = arguments.map.read_map(&places)?;
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
@@ -59,6 +81,13 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         }
         None => &view,
     };
+    // The cast comes last, so that each element is cast once, wherever a map puts it.
+    let cast_view = match cast {
+        Some(_) => Some(View::new(converted, |_| Rename::Keep, cast)?),
+        None => None,
+    };
+    let converted = cast_view.as_ref().map_or(converted, |view| view);
+    destination.config = config;
     destination.tensor_parallel_plan =
         arguments.plan_tensor_parallel(converted.metadata(), &places)?;
     write_checkpoint(converted, &destination)
@@ -78,6 +107,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         drop_opaque: false,
         model_directory: None,
         tensor_parallel_plan: None,
+        config: ConfigEdits::default(),
         writing: &arguments.writing,
     };
     let source = destination.open_source(&arguments.source)?;
@@ -172,6 +202,7 @@ fn write_checkpoint(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             drop_opaque: destination.drop_opaque,
             with: destination.model_directory,
             tensor_parallel: destination.tensor_parallel_plan.as_ref(),
+            config: destination.config,
             threads: Some(work.threads.count()),
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),

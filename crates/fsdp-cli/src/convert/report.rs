@@ -1,7 +1,7 @@
 //! The report of what was, or would be, written.
 
 use anyhow::Result;
-use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::{Change, Checkpoint};
 use fsdp_formats::metadata::Metadata;
 use fsdp_tools::convert::Converted;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
@@ -64,7 +64,11 @@ impl<'a> WriteReport<'a> {
     ) -> Self {
         // The sizes come from a file that may be damaged, so no sum may overflow.
         let metadata = source.metadata();
-        let mut conversion = Converted::default();
+        let mut conversion = Converted {
+            // What is found while elements are read is not among them yet.
+            changes: source.changes(),
+            ..Converted::default()
+        };
         let mut largest_bytes = 0;
         for (_, tensor) in metadata.tensors() {
             let tensor_bytes = inspect::tensor_bytes(tensor);
@@ -136,6 +140,7 @@ impl<'a> WriteReport<'a> {
             "left_behind": conversion.left_behind,
             "notes_left_out": conversion.notes_left_out,
             "dropped": self.dropped_keys,
+            "changes": conversion.changes.iter().map(change_json).collect::<Vec<_>>(),
         });
         if let Some(report) = &self.tensor_parallel {
             object["tensor_parallel"] = json!(report);
@@ -218,7 +223,16 @@ impl<'a> WriteReport<'a> {
         talk_names("left behind:", &conversion.left_behind);
         let notes = format!("notes in the header that `{format}` cannot hold:");
         talk_names(&notes, &conversion.notes_left_out);
+        for change in &conversion.changes {
+            output::print_message(&format!("{}:", change.line()));
+            output::print_keys_message(&change.names);
+        }
     }
+}
+
+/// Returns the object of one change.
+fn change_json(change: &Change) -> Value {
+    json!({ "what": change.line(), "count": change.names.len(), "names": change.names })
 }
 
 /// Writes the number of some keys and what they are to stderr, and a line for each; nothing if

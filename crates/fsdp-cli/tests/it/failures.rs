@@ -162,7 +162,7 @@ fn gradients_that_are_not_finite_end_the_run_or_skip_the_step_but_are_never_appl
     let talk = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(
         ended.status.code(),
-        Some(i32::from(exit_codes::INTERNAL)),
+        Some(i32::from(exit_codes::NOT_FINITE)),
         "{talk}"
     );
     assert!(

@@ -511,3 +511,154 @@ fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_wr
         .success();
     fsdp(&["diff", &odd, &to]).assert().success();
 }
+
+#[test]
+fn names_that_cannot_be_meant_are_errors_that_tell_the_way_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, to) = (
+        fixture("fsdp2_adamw_ws2/dcp"),
+        place(&directory, "to.safetensors"),
+    );
+    for (options, hint) in [
+        (&["--rename", "model="][..], "`model.=` removes `model.`"),
+        (&["--rename", "model.=net"], "a dot at the end"),
+        (&["--rename", "model=net."], "a dot at the end"),
+        (&["--rename", "model=.net"], "a dot at the end"),
+        (&["--prefix", "model"], "`--prefix model.`"),
+        (&["--prefix", ".model."], "`--prefix model.`"),
+        (&["--prefix", "model.."], "`--prefix model.`"),
+        (
+            &["--rename", "model.=", "--prefix", "x"],
+            "`--prefix model.`",
+        ),
+    ] {
+        let convert = ["convert", &source, &to, "--to", "safetensors"];
+        fsdp(&[&convert[..], options].concat())
+            .assert()
+            .code(2)
+            .stderr(contains("would make").and(contains(hint)));
+        assert!(!Path::new(&to).exists(), "{options:?}");
+    }
+    let options = [
+        "--include",
+        "model.*",
+        "--rename",
+        "model.=",
+        "--prefix",
+        "a.b_",
+    ];
+    fsdp(
+        &[
+            &["convert", &source, &to, "--to", "safetensors"][..],
+            &options,
+        ]
+        .concat(),
+    )
+    .assert()
+    .success();
+}
+
+/// Writes a folder of Hugging Face with a weight of 8 bits in blocks, and its configuration.
+fn deepseek(to: &str) {
+    let header = serde_json::json!({
+        "model.layers.0.mlp.up_proj.weight": { "dtype": "F8_E4M3", "shape": [3, 3], "data_offsets": [0, 9] },
+        "model.layers.0.mlp.up_proj.weight_scale_inv": { "dtype": "F32", "shape": [2, 2], "data_offsets": [9, 25] },
+        "model.norm.weight": { "dtype": "F32", "shape": [2], "data_offsets": [25, 33] },
+    });
+    let header = serde_json::to_vec(&header).unwrap();
+    // The code 0x38 is 1.
+    let mut data = vec![0x38; 9];
+    for number in [1.0f32, 2.0, 3.0, 4.0, 0.001, 1e30] {
+        data.extend(number.to_le_bytes());
+    }
+    fs::create_dir(to).unwrap();
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    fs::write(Path::new(to).join("model.safetensors"), file).unwrap();
+    let config = serde_json::json!({
+        "torch_dtype": "float32",
+        "quantization_config": { "quant_method": "fp8", "weight_block_size": [2, 2] },
+    });
+    fs::write(Path::new(to).join("config.json"), config.to_string()).unwrap();
+}
+
+#[test]
+fn a_cast_tells_what_it_left_and_what_became_infinite() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, to) = (place(&directory, "source"), place(&directory, "to"));
+    deepseek(&source);
+    let convert = ["convert", &source, &to, "--to", "hf", "--dtype", "float16"];
+    let lines = contains("1 tensor kept the dtype, as hyperparameters, counts or scales")
+        .and(contains(
+            "1 tensor kept the dtype, which `--dtype` does not cast (`--dequantize`",
+        ))
+        .and(contains("1 tensor got infinite elements, 1 in all"))
+        .and(contains("  model.norm.weight: 1\n"))
+        .and(contains("  torch_dtype: float32 -> float16\n"));
+    fsdp(&convert).assert().success().stderr(lines);
+    let to = place(&directory, "json");
+    let convert = [
+        "convert", &source, &to, "--to", "hf", "--dtype", "float16", "--json",
+    ];
+    let output = fsdp(&convert)
+        .assert()
+        .success()
+        .get_output()
+        .stdout
+        .clone();
+    let report: serde_json::Value = serde_json::from_slice(&output).unwrap();
+    let names: Vec<_> = report["changes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|change| (&change["names"][0], &change["count"]))
+        .collect();
+    assert_eq!(names.len(), 4, "{names:?}");
+    assert!(names.iter().all(|(_, count)| **count == 1), "{names:?}");
+}
+
+#[test]
+fn dequantized_weights_need_no_scales_and_no_configuration_of_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, to) = (place(&directory, "source"), place(&directory, "to"));
+    deepseek(&source);
+    let convert = ["convert", &source, &to, "--to", "hf", "--dequantize"];
+    fsdp(&convert).assert().success().stderr(
+        contains("1 weight of 8 bits became float32").and(contains("quantization_config: removed")),
+    );
+    fsdp(&["cat", &to, "model.layers.0.mlp.up_proj.weight", "--json"])
+        .assert()
+        .success()
+        .stdout(contains("[1.0,1.0,2.0,1.0,1.0,2.0,3.0,3.0,4.0]"));
+    fsdp(&["verify", &to]).assert().success();
+    let config = fs::read_to_string(Path::new(&to).join("config.json")).unwrap();
+    assert!(!config.contains("quantization_config"), "{config}");
+    // There is nothing left to multiply.
+    let again = place(&directory, "again");
+    fsdp(&["convert", &to, &again, "--to", "hf", "--dequantize"])
+        .assert()
+        .code(2)
+        .stderr(contains("without weights of 8 bits"));
+}
+
+#[test]
+fn a_built_in_map_does_not_leave_a_layer_half_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, to) = (place(&directory, "source"), place(&directory, "to"));
+    llama(&source, &[("model.layers.0.self_attn.q_proj.bias", &[32])]);
+    let convert = [
+        "convert",
+        &source,
+        &to,
+        "--to",
+        "dcp",
+        "--map",
+        "hf-to-llama",
+    ];
+    fsdp(&convert)
+        .assert()
+        .code(2)
+        .stderr(contains("`model.layers.0.self_attn.q_proj.bias`").and(contains("--exclude")));
+    fsdp(&[&convert[..], &["--exclude", "*.bias"]].concat())
+        .assert()
+        .success();
+}

@@ -8,6 +8,7 @@ use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
+use super::change::{Change, find_shared};
 use super::lookup::{item_error, request_of};
 use super::read::{
     Destination, LARGE_BOX_BYTES, ReadDone, ReadOptions, ReadSource, check_buffers,
@@ -315,6 +316,19 @@ pub trait Checkpoint: Send + Sync {
     /// Reads another copy of a value; see [`Metadata::replicas`].
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
         Err(FileError::not_stored(&replica.fqn))
+    }
+
+    /// Returns what it shows in another way than the files have it, or not at all. A file shows all
+    /// that it has; a view changes some of it. What is found while elements are read is told after
+    /// that.
+    fn changes(&self) -> Vec<Change> {
+        Vec::new()
+    }
+
+    /// Returns the tensors whose elements are those of another tensor in the files, such as tied
+    /// weights, each with the first tensor that has these elements.
+    fn shared_tensors(&self) -> HashMap<String, String> {
+        find_shared(self.metadata())
     }
 
     /// Returns the bytes of data files that were read so far.

@@ -5,13 +5,14 @@
 //! from that, in the same way for all layers.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::Path;
 
 use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 
+use super::change::Change;
 use super::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
 use super::lookup::lookup_error;
 use super::structure::Structure;
@@ -114,6 +115,11 @@ pub trait Layer: Send + Sync {
         Vec::new()
     }
 
+    /// Returns what the layer itself changes; see [`Checkpoint::changes`].
+    fn own_changes(&self) -> Vec<Change> {
+        Vec::new()
+    }
+
     /// Returns its format.
     fn format(&self) -> Format {
         self.source(0).format()
@@ -167,6 +173,20 @@ fn find_source<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o s
         Origin::Source(source, name) => Ok((source, name)),
         _ => Err(FileError::not_stored(fqn)),
     }
+}
+
+/// Returns the source and the key there of the tensor that a tensor of this shape shows whole, as it
+/// is or cast; `None` if it is made of several, or of a part.
+fn only_input<L: Layer>(layer: &L, fqn: &str, shape: &[usize]) -> Option<(usize, String)> {
+    let (source, name) = match layer.origin(fqn) {
+        Origin::Source(source, name) => (source, name.to_owned()),
+        Origin::Value(_) => return None,
+        Origin::Made => <[(usize, String); 1]>::try_from(layer.inputs_of_made(fqn))
+            .ok()
+            .map(|[input]| input)?,
+    };
+    let input = layer.source(source).metadata().tensor(&name)?;
+    (input.shape == shape).then_some((source, name))
 }
 
 /// Returns a replica with the key and the paths that it has in a source.
@@ -331,6 +351,41 @@ impl<L: Layer> Checkpoint for L {
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         check_sources(self, keys, &|source, keys| source.check_copies(keys))
+    }
+
+    fn changes(&self) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for source in &self.view().sources {
+            changes.extend(source.changes());
+        }
+        changes.extend(self.own_changes());
+        changes
+    }
+
+    fn shared_tensors(&self) -> HashMap<String, String> {
+        let shared: Vec<HashMap<String, String>> = self
+            .view()
+            .sources
+            .iter()
+            .map(|source| source.shared_tensors())
+            .collect();
+        if shared.iter().all(HashMap::is_empty) {
+            return HashMap::new();
+        }
+        // The first key here of each tensor that others share in its source.
+        let mut first_keys: HashMap<(usize, String), &str> = HashMap::new();
+        let mut shared_here = HashMap::new();
+        for (fqn, tensor) in self.view().metadata.tensors() {
+            let Some((source, name)) = only_input(self, fqn, &tensor.shape) else {
+                continue;
+            };
+            let first_name = shared[source].get(&name).cloned().unwrap_or(name);
+            let first_key = *first_keys.entry((source, first_name)).or_insert(fqn);
+            if first_key != fqn {
+                shared_here.insert(fqn.to_owned(), first_key.to_owned());
+            }
+        }
+        shared_here
     }
 
     fn bytes_read(&self) -> u64 {

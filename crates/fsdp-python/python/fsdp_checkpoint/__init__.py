@@ -271,6 +271,7 @@ def convert(
     prefix: str | None = None,
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None,
     cast_optimizer: bool = False,
+    dequantize: bool = False,
     map: Place | None = None,
     map_reverse: bool = False,
     set: Mapping[str, int] | None = None,
@@ -297,7 +298,8 @@ def convert(
         rename: Prefixes of keys and their replacements. Only the first prefix that matches a key is replaced.
         prefix: Text to put before all keys, after ``rename``.
         dtype: The dtype to which floating-point tensors are cast, except optimizer state.
-        cast_optimizer: Cast optimizer state too.
+        cast_optimizer: Cast optimizer state too, except its hyperparameters and counts.
+        dequantize: Multiply weights of 8 bits by the scales beside them.
         map: A file of rules, or the name of a built-in map such as ``"llama-to-hf"``, that changes keys and shapes.
         map_reverse: Apply the rules of ``map`` from right to left.
         set: Numbers for the names in the map or in ``tp_rule``, such as ``{"heads": 32}``. By default they are taken from a
@@ -327,6 +329,7 @@ def convert(
         prefix=prefix,
         dtype=dtype,
         cast_optimizer=cast_optimizer,
+        dequantize=dequantize,
         map=map,
         map_reverse=map_reverse,
         set=set,

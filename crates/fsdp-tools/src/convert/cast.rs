@@ -1,17 +1,23 @@
 //! Casts of dtypes in a conversion: which tensors are cast, and how elements are rounded.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Mutex, PoisonError};
 
+use fsdp_formats::checkpoint::Change;
 use fsdp_formats::metadata::{Metadata, TensorEntry};
-use fsdp_layout::DType;
+use fsdp_layout::{DType, TensorBox};
 use half::{bf16, f16};
+
+use crate::elements::parts_of_complex;
 
 /// The types from and to which elements can be cast.
 pub(crate) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// A cast of the floating-point tensors of a checkpoint.
 ///
-/// A count of steps is never cast: 1001 is 1000 in `bf16`.
+/// What is computed with rather than trained is never cast: 1001 steps are 1000 in `bf16`, and a
+/// learning rate of 0.0025 is 0.00250244. That is hyperparameters, counts, and the scales of
+/// quantized tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cast {
     /// The type to cast to.
@@ -21,25 +27,168 @@ pub struct Cast {
     pub with_optimizer: bool,
 }
 
+/// What a cast does with a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum CastOutcome {
+    /// It is cast.
+    Cast,
+    /// It is of no type that could be cast, or has the type already, or belongs to an optimizer
+    /// whose state stays.
+    Same,
+    /// It is a hyperparameter, a count or a scale, and stays.
+    Constant,
+    /// It is a number of a type that cannot be cast, and stays.
+    Uncastable,
+}
+
 impl Cast {
-    /// Returns `true` if this cast changes a tensor.
-    pub(super) fn changes(
+    /// Returns what this cast does with a tensor.
+    pub(super) fn outcome(
         &self,
         fqn: &str,
         tensor: &TensorEntry,
-        optimizers: &Optimizers<'_>,
-    ) -> bool {
-        CASTABLE.contains(&tensor.properties.dtype)
-            && !is_count(fqn, tensor)
-            && (self.with_optimizer || !optimizers.is_state(fqn))
+        roles: &Roles<'_>,
+    ) -> CastOutcome {
+        let dtype = tensor.properties.dtype;
+        let is_number =
+            dtype.is_float() || dtype.is_quantized() || parts_of_complex(dtype).is_some();
+        if dtype == self.dtype || !is_number {
+            return CastOutcome::Same;
+        }
+        // The codes of 8-bit floats may be scales too.
+        if !self.with_optimizer && roles.optimizers.is_state(fqn) {
+            return CastOutcome::Same;
+        }
+        if !CASTABLE.contains(&dtype) {
+            return CastOutcome::Uncastable;
+        }
+        if roles.is_constant(fqn, tensor) {
+            return CastOutcome::Constant;
+        }
+        CastOutcome::Cast
     }
 }
 
-/// Returns `true` for a count of steps: `step`, `num_steps`, `global_step`.
+/// The tensors of a checkpoint that are no weights: the state of optimizers, and the scales of
+/// quantized weights.
+pub(crate) struct Roles<'m> {
+    pub(crate) optimizers: Optimizers<'m>,
+    /// The keys below which scales belong to a quantized tensor.
+    quantized_places: HashSet<&'m str>,
+}
+
+impl<'m> Roles<'m> {
+    /// Finds the roles of a checkpoint's tensors by their keys and types.
+    pub(crate) fn new(metadata: &'m Metadata) -> Self {
+        let mut quantized_places = HashSet::new();
+        for (fqn, tensor) in metadata.tensors() {
+            if !is_quantized(fqn, tensor.properties.dtype) {
+                continue;
+            }
+            // Scales lie beside the tensor, below it (`weight.absmax`), or beside its module
+            // (`k_scale` of an attention).
+            let module = parent_of(fqn);
+            quantized_places.extend([fqn, module]);
+            quantized_places.extend(module.rsplit_once('.').map(|(parent, _)| parent));
+        }
+        Roles {
+            optimizers: Optimizers::new(metadata),
+            quantized_places,
+        }
+    }
+
+    /// Returns `true` for a tensor whose elements must not be rounded: a hyperparameter, a count,
+    /// or a scale of a quantized tensor.
+    pub(crate) fn is_constant(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        is_count(fqn, tensor)
+            || self.optimizers.is_hyperparameter(fqn, tensor)
+            || self.is_scale(fqn)
+    }
+
+    /// Returns `true` for a scale, a zero point or a table of codes of a quantized tensor.
+    pub(crate) fn is_scale(&self, fqn: &str) -> bool {
+        let name = last_part(fqn).to_ascii_lowercase();
+        // The optimizers of bitsandbytes number theirs: `absmax1`.
+        name.split('_')
+            .map(|word| word.trim_end_matches(|digit: char| digit.is_ascii_digit()))
+            .any(|word| SCALE_WORDS.contains(&word))
+            && self.quantized_places.contains(parent_of(fqn))
+    }
+}
+
+/// The words in the names of what gives quantized elements their meaning: those of DeepSeek,
+/// compressed-tensors, FBGEMM, GPTQ, AWQ, bitsandbytes, HQQ and quanto.
+const SCALE_WORDS: [&str; 13] = [
+    "scale",
+    "scales",
+    "absmax",
+    "scb",
+    "zero",
+    "zeros",
+    "zp",
+    "amax",
+    "map",
+    "qmap",
+    "qzeros",
+    "codebook",
+    "codebooks",
+];
+
+/// Returns `true` for a tensor of codes: of 8 bits or fewer, or of several packed into an integer.
+fn is_quantized(fqn: &str, dtype: DType) -> bool {
+    if dtype == DType::I32 || dtype == DType::U32 {
+        let name = last_part(fqn);
+        return name == "qweight" || name.ends_with("_packed");
+    }
+    matches!(dtype, DType::I8 | DType::U8) || (dtype.is_float() && dtype.bits() == 8)
+}
+
+/// Returns the key without its last part; empty for a key of one part.
+pub(crate) fn parent_of(fqn: &str) -> &str {
+    fqn.rsplit_once('.').map_or("", |(parent, _)| parent)
+}
+
+/// Returns the last part of a key.
+pub(crate) fn last_part(fqn: &str) -> &str {
+    fqn.rsplit_once('.').map_or(fqn, |(_, last_part)| last_part)
+}
+
+/// The words at the end of the names of counts: `global_step`, `num_batches`, `tokens`.
+const COUNT_WORDS: [&str; 20] = [
+    "step",
+    "steps",
+    "epoch",
+    "epochs",
+    "iteration",
+    "iterations",
+    "iter",
+    "iters",
+    "count",
+    "counts",
+    "counter",
+    "updates",
+    "samples",
+    "batches",
+    "tokens",
+    "averaged",
+    "tracked",
+    "seen",
+    "tracker",
+    "index",
+];
+
+/// Returns `true` for a count: `step`, `num_steps`, `global_step`.
 fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
-    let last_part = fqn.rsplit_once('.').map_or(fqn, |(_, last_part)| last_part);
-    tensor.shape.is_empty()
-        && (last_part == "step" || last_part.ends_with("_step") || last_part.ends_with("steps"))
+    let name = last_part(fqn);
+    // Of any shape: torch has had steps of one dimension. A weight is not called `step`.
+    let last_word = name.rsplit_once('_').map_or(name, |(_, word)| word);
+    let is_word_of_count = COUNT_WORDS.contains(&last_word) || last_word.ends_with("steps");
+    name == "step" || is_single(tensor) && is_word_of_count
+}
+
+/// Returns `true` for a tensor of one element.
+fn is_single(tensor: &TensorEntry) -> bool {
+    tensor.shape.iter().all(|&size| size == 1)
 }
 
 /// The places in a checkpoint where optimizers have their state.
@@ -66,6 +215,27 @@ impl<'m> Optimizers<'m> {
         self.is_state(fqn) || is_count(fqn, tensor)
     }
 
+    /// Returns `true` for what an optimizer, a schedule of learning rates or a scaler of losses
+    /// computes with: all in `param_groups`, and the single numbers beside moments, such as the
+    /// `eta` and `mu` of ASGD.
+    fn is_hyperparameter(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        if fqn.split('.').any(|part| part == "param_groups") {
+            return true;
+        }
+        let is_of_schedule = fqn.split('.').any(|part| {
+            part.starts_with("lr_scheduler")
+                || part.contains("grad_scaler")
+                || part.contains("loss_scaler")
+                || matches!(part, "scheduler" | "schedulers" | "scaler")
+        });
+        // The moments of a parameter of one element are single numbers too.
+        let name = last_part(fqn);
+        let is_moment = ["avg", "momentum", "prev", "moment", "sum"]
+            .iter()
+            .any(|word| name.contains(word));
+        is_single(tensor) && (is_of_schedule || self.is_state(fqn) && !is_moment)
+    }
+
     /// Returns `true` if a key belongs to the state of an optimizer.
     fn is_state(&self, fqn: &str) -> bool {
         let mut part_start = 0;
@@ -84,14 +254,49 @@ impl<'m> Optimizers<'m> {
     }
 }
 
+/// The numbers of elements that became infinite while they were read: by the key of the tensor, and
+/// by the box, because some boxes are read more than once.
+#[derive(Debug, Default)]
+pub(super) struct Overflows(Mutex<BTreeMap<String, HashMap<TensorBox, u64>>>);
+
+impl Overflows {
+    /// Notes how many elements of a box of a tensor became infinite.
+    pub(super) fn note(&self, fqn: &str, bounds: &TensorBox, count: u64) {
+        if count > 0 {
+            let mut boxes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            boxes
+                .entry(fqn.to_owned())
+                .or_default()
+                .insert(bounds.clone(), count);
+        }
+    }
+
+    /// Returns what tells it; `None` if no element became infinite so far.
+    pub(super) fn change(&self) -> Option<Change> {
+        let boxes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = Vec::new();
+        let mut total = 0;
+        for (fqn, counts) in &*boxes {
+            let count: u64 = counts.values().sum();
+            names.push(format!("{fqn}: {count}"));
+            total += count;
+        }
+        let what = format!(
+            "got infinite elements, {total} in all, which are finite in the source and too large for \
+             the new dtype"
+        );
+        Change::new("tensor", what, names)
+    }
+}
+
 /// Writes elements of `input` to `output` in another type of [`CASTABLE`], rounded to nearest, ties
-/// to even, as torch does.
+/// to even, as torch does. Returns the number of finite elements that are infinite afterwards.
 pub(super) fn cast_elements(
     input: &[u8],
     input_dtype: DType,
     output: &mut [u8],
     output_dtype: DType,
-) {
+) -> u64 {
     debug_assert_ne!(
         input_dtype, output_dtype,
         "elements of the same type are read directly"
@@ -99,50 +304,71 @@ pub(super) fn cast_elements(
     match input_dtype {
         // torch rounds a double that becomes a half to a float in between.
         DType::F64 => encode_floats(input, output, output_dtype, |element| {
-            f64::from_le_bytes(element) as f32
+            let number = f64::from_le_bytes(element);
+            (number as f32, number.is_finite())
         }),
-        DType::F32 => encode_floats(input, output, output_dtype, f32::from_le_bytes),
+        DType::F32 => encode_floats(input, output, output_dtype, |element| {
+            with_finiteness(f32::from_le_bytes(element))
+        }),
         DType::F16 => encode_floats(input, output, output_dtype, |element| {
-            f16::from_le_bytes(element).to_f32()
+            with_finiteness(f16::from_le_bytes(element).to_f32())
         }),
         DType::BF16 => encode_floats(input, output, output_dtype, |element| {
-            bf16::from_le_bytes(element).to_f32()
+            with_finiteness(bf16::from_le_bytes(element).to_f32())
         }),
         _ => unreachable!("a view casts only the types of CASTABLE"),
     }
 }
 
-/// Writes elements, which `decode` reads, in the type `output_dtype`.
+/// Returns a number, and `true` if it is finite.
+fn with_finiteness(number: f32) -> (f32, bool) {
+    (number, number.is_finite())
+}
+
+/// Writes elements in the type `output_dtype`. `decode` reads one, and tells whether it is finite
+/// in its own type. Returns the number of finite elements that are infinite afterwards.
 fn encode_floats<const A: usize>(
     input: &[u8],
     output: &mut [u8],
     output_dtype: DType,
-    decode: impl Fn([u8; A]) -> f32,
-) {
+    decode: impl Fn([u8; A]) -> (f32, bool),
+) -> u64 {
     match output_dtype {
-        DType::F64 => convert_each(input, output, |element| {
-            f64::from(decode(element)).to_le_bytes()
+        DType::F64 => convert_each(input, output, decode, |number| {
+            (f64::from(number).to_le_bytes(), number.is_infinite())
         }),
-        DType::F32 => convert_each(input, output, |element| decode(element).to_le_bytes()),
-        DType::F16 => convert_each(input, output, |element| {
-            f16::from_f32(decode(element)).to_le_bytes()
+        DType::F32 => convert_each(input, output, decode, |number| {
+            (number.to_le_bytes(), number.is_infinite())
         }),
-        DType::BF16 => convert_each(input, output, |element| {
-            bf16::from_f32(decode(element)).to_le_bytes()
+        DType::F16 => convert_each(input, output, decode, |number| {
+            let half = f16::from_f32(number);
+            (half.to_le_bytes(), half.is_infinite())
+        }),
+        DType::BF16 => convert_each(input, output, decode, |number| {
+            let half = bf16::from_f32(number);
+            (half.to_le_bytes(), half.is_infinite())
         }),
         _ => unreachable!("a view casts only to the types of CASTABLE"),
     }
 }
 
-/// Converts each element: `A` bytes to `B` bytes.
+/// Converts each element, `A` bytes to `B` bytes. Both functions also tell whether the number that
+/// they read or wrote is finite and infinite. Returns the number of finite elements whose results
+/// are infinite.
 fn convert_each<const A: usize, const B: usize>(
     input: &[u8],
     output: &mut [u8],
-    convert: impl Fn([u8; A]) -> [u8; B],
-) {
+    decode: impl Fn([u8; A]) -> (f32, bool),
+    encode: impl Fn(f32) -> ([u8; B], bool),
+) -> u64 {
     let input_elements = input.as_chunks::<A>().0;
     let output_elements = output.as_chunks_mut::<B>().0;
+    let mut overflow_count = 0;
     for (input_element, output_element) in input_elements.iter().zip(output_elements) {
-        *output_element = convert(*input_element);
+        let (number, was_finite) = decode(*input_element);
+        let (bytes, is_infinite) = encode(number);
+        *output_element = bytes;
+        overflow_count += u64::from(was_finite && is_infinite);
     }
+    overflow_count
 }

@@ -33,14 +33,34 @@ fn copy_file(
     Ok(integrity)
 }
 
-/// Copies files, each from its directory, to where a checkpoint is written, and returns their
-/// hashes.
-pub(super) fn copy_files(
-    files: &BTreeMap<String, &CheckedDirectory>,
-    staging: &Staging,
-) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
-    files
-        .iter()
-        .map(|(name, directory)| Ok((name.clone(), copy_file(directory, name, staging)?)))
-        .collect()
+/// The files of other programs that go beside what a conversion writes.
+#[derive(Default)]
+pub(super) struct CopiedFiles<'c> {
+    /// The directory that each comes from, by name.
+    pub(super) directories: BTreeMap<String, &'c CheckedDirectory>,
+    /// The name and the new contents of the one that is changed on the way.
+    pub(super) edited: Option<(String, Vec<u8>)>,
+}
+
+impl CopiedFiles<'_> {
+    /// Copies the files to where a checkpoint is written, and returns their hashes.
+    pub(super) fn copy_to(
+        &self,
+        staging: &Staging,
+    ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
+        let mut hashes = BTreeMap::new();
+        for (name, directory) in &self.directories {
+            let integrity = match &self.edited {
+                Some((edited_name, bytes)) if edited_name == name => {
+                    let mut integrity = FileIntegrity::default();
+                    integrity.push_bytes(bytes);
+                    staging.write(name, bytes)?;
+                    integrity
+                }
+                _ => copy_file(directory, name, staging)?,
+            };
+            hashes.insert(name.clone(), integrity);
+        }
+        Ok(hashes)
+    }
 }

@@ -10,9 +10,14 @@
 //! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors,
 //! and items with a stream transform, are held whole.
 
+mod account;
 mod cast;
+mod config;
 mod copied;
+mod dequantize;
+mod integer_keys;
 mod integers;
+mod names;
 mod old_values;
 mod opaque;
 mod output;
@@ -34,12 +39,17 @@ use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::TensorBox;
 
+use self::account::{find_lost_containers, list_changes};
+use self::copied::CopiedFiles;
 use self::integers::IntegerView;
 use self::output::{Conversion, encode_error, saturating_bytes};
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
 pub(crate) use self::cast::{CASTABLE, Optimizers};
+pub use self::config::ConfigEdits;
+pub use self::dequantize::Dequantized;
+pub(crate) use self::names::{NamesInValues, NewKeysOf};
 pub(crate) use self::output::unsupported;
 pub use self::output::{ConvertOptions, Converted, OutputFormat};
 pub use self::view::{Rename, View};
@@ -105,8 +115,19 @@ pub fn convert(
         .with
         .map(|with| CheckedDirectory::open(with, false, Links::Follow))
         .transpose()?;
-    let (copied_files, left_behind) =
+    let (mut directories, mut left_behind) =
         choose_extra_files(source, target, &sidecars, added_files.as_ref())?;
+    if options.config.is_dequantized {
+        // They describe quantized weights, and nothing else.
+        for name in ["hf_quant_config.json", "quantize_config.json"] {
+            left_behind.extend(directories.remove(name).map(|_| name.to_owned()));
+        }
+    }
+    let mut changes = Vec::new();
+    let copied_files = CopiedFiles {
+        edited: options.config.apply(&directories, &mut changes)?,
+        directories,
+    };
     let conversion = Conversion {
         source,
         staging,
@@ -123,7 +144,7 @@ pub fn convert(
         OutputFormat::SafetensorsShards { ranks } => {
             to_safetensors::write_shards(conversion, ranks.max(1))
         }
-        OutputFormat::Torch => to_torch::write(conversion),
+        OutputFormat::Torch => to_torch::write(conversion, &mut changes),
     }?;
 
     // Step 4: report it.
@@ -131,7 +152,7 @@ pub fn convert(
         quantized,
         dropped: unwritable,
         containers: find_lost_containers(source, target, &sidecars),
-        copied: copied_files.into_keys().collect(),
+        copied: copied_files.directories.into_keys().collect(),
         left_behind,
         ..Converted::default()
     };
@@ -149,6 +170,7 @@ pub fn convert(
         converted.aside = values.map(|(fqn, _)| fqn.to_owned()).collect();
     }
     converted.aside_file = aside_file;
+    converted.changes = list_changes(source, changes);
     if target.is_of_torch() {
         let notes = source.notes().into_iter();
         converted.notes_left_out = notes.map(|(key, _)| key.to_owned()).collect();
@@ -324,37 +346,4 @@ fn choose_extra_files<'c>(
         copied_files.extend(files.into_iter().map(|name| (name, added_files)));
     }
     Ok((copied_files, left_behind))
-}
-
-/// Returns the containers that a format cannot express. Those in sidecar files that are copied as
-/// they are stay as they are.
-fn find_lost_containers(
-    source: &dyn Checkpoint,
-    target: OutputFormat,
-    sidecars: &CopiedSidecars,
-) -> Vec<String> {
-    let Some(structure) = source.structure() else {
-        return Vec::new();
-    };
-    let mut containers = describe_lost_containers(structure, target);
-    for part in source.parts() {
-        if sidecars.files.iter().any(|file| file == part.path)
-            && let Some(structure) = part.checkpoint.structure()
-        {
-            let copied: HashSet<String> = describe_lost_containers(structure, target)
-                .into_iter()
-                .collect();
-            containers.retain(|container| !copied.contains(container));
-        }
-    }
-    containers
-}
-
-/// Returns descriptions of the containers of a structure that a format cannot express.
-fn describe_lost_containers(structure: &Structure, target: OutputFormat) -> Vec<String> {
-    let mut containers = structure.modules();
-    if target != OutputFormat::Torch {
-        containers.extend(structure.describe_untold());
-    }
-    containers
 }

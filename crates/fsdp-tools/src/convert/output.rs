@@ -2,19 +2,20 @@
 //! the source of payloads, a rank's rows, and the commit of a single file.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fsdp_formats::checkpoint::{Checkpoint, Format, stream};
+use fsdp_formats::checkpoint::{Change, Checkpoint, Format, stream};
 use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside};
 use fsdp_formats::metadata::{BytesEntry, Entry};
-use fsdp_formats::storage::{CheckedDirectory, Durable, Staging};
+use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::config::ConfigEdits;
+use super::copied::CopiedFiles;
 use crate::tensor_parallel::TensorParallelPlan;
 
 /// The format to write.
@@ -72,6 +73,8 @@ pub struct ConvertOptions<'o> {
     /// The plan for tensor-parallel ranks, for [`OutputFormat::SafetensorsDirectory`]. Each rank
     /// then gets files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
+    /// What a `config.json` that is copied says anew.
+    pub config: ConfigEdits,
 }
 
 impl ConvertOptions<'_> {
@@ -109,6 +112,8 @@ pub struct Converted {
     pub notes_left_out: Vec<String>,
     /// The opaque values that were left out, and the type of each.
     pub dropped: Vec<(String, String)>,
+    /// What else differs from the source, as the views of it and the writer tell.
+    pub changes: Vec<Change>,
 }
 
 /// A conversion that is about to be written.
@@ -117,9 +122,8 @@ pub(super) struct Conversion<'c> {
     pub(super) source: &'c dyn Checkpoint,
     /// The prepared destination.
     pub(super) staging: Staging,
-    /// The files of other programs that are copied beside it, by name, and the directory that each
-    /// comes from.
-    pub(super) copied_files: &'c BTreeMap<String, &'c CheckedDirectory>,
+    /// The files of other programs that are copied beside it.
+    pub(super) copied_files: &'c CopiedFiles<'c>,
     pub(super) options: ConvertOptions<'c>,
 }
 

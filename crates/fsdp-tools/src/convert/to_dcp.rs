@@ -12,7 +12,6 @@ use fsdp_formats::writer::{
 };
 use indexmap::IndexMap;
 
-use super::copied::copy_files;
 use super::opaque::copy_opaque;
 use super::output::{CheckpointPayloads, Conversion, encode_error, read_stored_item, rows_of_rank};
 
@@ -60,12 +59,12 @@ pub(super) fn write(
         &mut global_plan.metadata,
         &mut written,
     )?;
-    if !conversion.copied_files.is_empty() {
+    if !conversion.copied_files.directories.is_empty() {
         // The names of these files are the same in every save, so another save at the same place
         // could write them too: exclude that.
         staging.claim()?;
         let mut files = RankWritten::default();
-        for (name, integrity) in copy_files(conversion.copied_files, staging)? {
+        for (name, integrity) in conversion.copied_files.copy_to(staging)? {
             files.files.push(WrittenFile { name, integrity });
         }
         written.push(files);

@@ -15,7 +15,6 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::copied::copy_files;
 use super::old_values::OldValues;
 use super::output::{
     CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
@@ -386,7 +385,7 @@ impl<'w> DirectoryWriter<'w> {
         staging.claim()?;
         Ok(DirectoryWriter {
             integrity: Integrity {
-                files: copy_files(copied_files, &staging)?,
+                files: copied_files.copy_to(&staging)?,
                 ..Integrity::default()
             },
             staging,

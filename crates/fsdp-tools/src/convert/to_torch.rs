@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fsdp_formats::checkpoint::{Checkpoint, Structure};
+use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
     ArchiveLayout, PlannedPayload, ROOT, check_depth, check_writable, pickle_write as write,
     write_payloads, write_tensor, write_value,
@@ -13,6 +13,7 @@ use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::integer_keys::restore_integer_keys;
 use super::output::{
     CheckpointPayloads, Conversion, commit_file, encode_error, saturating_bytes, unsupported,
 };
@@ -170,20 +171,30 @@ fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     Ok(structure)
 }
 
-/// Writes all of a checkpoint as one file of `torch.save`. It holds any value, so no file has to
-/// hold values beside it, and `None` is returned.
-pub(super) fn write(conversion: Conversion<'_>) -> Result<Option<String>, FileError> {
+/// Writes all of a checkpoint as one file of `torch.save`, and adds to `changes` what differs from
+/// the source. The file holds any value, so no file has to hold values beside it, and `None` is
+/// returned.
+pub(super) fn write(
+    conversion: Conversion<'_>,
+    changes: &mut Vec<Change>,
+) -> Result<Option<String>, FileError> {
     let Conversion {
         source,
         staging,
         options,
         ..
     } = conversion;
-    let structure = choose_structure(source)?;
+    let mut structure = choose_structure(source)?;
     // Values are small, so all of them are held.
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
+    }
+    // Where the types of keys are known, they stay as they are.
+    if source.structure().is_none() {
+        let restored = restore_integer_keys(&mut structure, &values);
+        let what = "of optimizer state became the integer that `param_groups` has";
+        changes.extend(Change::new("key", what, restored));
     }
     // Make the pickle first: it numbers the storages, which determines their places.
     let mut pickle = PickleWriter {

@@ -1,15 +1,16 @@
 //! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 
-use fsdp_digest::StateDigest;
+use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, stream};
+use fsdp_formats::checkpoint::{Change, Checkpoint, stream};
 use fsdp_formats::internals::{KeyChange, KeyMove, Layer, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
+use super::cast::{CASTABLE, Cast, CastOutcome, Overflows, Roles, cast_elements};
+use super::names::{NamesInValues, NewKeysOf};
 use super::output::unsupported;
 
 /// A decision over a key.
@@ -31,6 +32,11 @@ pub struct View<'a> {
     view: LayerView<'a>,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
+    /// The values in which names of parameters were renamed, by their new keys.
+    values: IndexMap<String, PlainValue>,
+    /// What is known before elements are read.
+    changes: Vec<Change>,
+    overflows: Overflows,
 }
 
 impl<'a> View<'a> {
@@ -47,7 +53,8 @@ impl<'a> View<'a> {
         let source_metadata = source.metadata();
         // Step 1: decide about each key. The metadata, the paths and the digests must agree, so all
         // three are made here.
-        let optimizers = Optimizers::new(source_metadata);
+        let roles = Roles::new(source_metadata);
+        let mut kept = KeptTypes::default();
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
         let mut metadata = Metadata {
@@ -76,13 +83,20 @@ impl<'a> View<'a> {
             };
             // The chunks of a tensor that is cast stay: only its elements change.
             let mut entry = entry.clone();
-            if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
-                && cast.changes(fqn, tensor, &optimizers)
-                // An opaque tensor is copied as it is, or left out.
-                && source.opaque_type(fqn)?.is_none()
-            {
-                tensor.properties.dtype = cast.dtype;
-                digests = None;
+            if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast) {
+                match cast.outcome(fqn, tensor, &roles) {
+                    CastOutcome::Same => {}
+                    CastOutcome::Constant => kept.constants.push(name.clone()),
+                    // An opaque tensor is copied as it is, or left out.
+                    CastOutcome::Cast if source.opaque_type(fqn)?.is_none() => {
+                        tensor.properties.dtype = cast.dtype;
+                        digests = None;
+                    }
+                    CastOutcome::Cast | CastOutcome::Uncastable => {
+                        kept.others
+                            .push(format!("{name}: {}", tensor.properties.dtype));
+                    }
+                }
             }
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
@@ -102,7 +116,22 @@ impl<'a> View<'a> {
                 ));
             }
         }
-        // Step 2: move the keys in the nested state dict in the same way, for formats that write
+        // Step 2: names of parameters in values follow the keys.
+        let NamesInValues {
+            values: values_by_key,
+            mut changes,
+        } = rename_in_values(source, &names)?;
+        let mut values = IndexMap::new();
+        for (name, fqn) in &names {
+            if let Some(value) = values_by_key.get(fqn) {
+                if let Some(digests) = &mut digests {
+                    digests.insert(name, Digest::of_value(value));
+                }
+                values.insert(name.clone(), value.clone());
+            }
+        }
+        changes.extend(kept.into_changes());
+        // Step 3: move the keys in the nested state dict in the same way, for formats that write
         // it.
         let structure = match source.structure() {
             Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
@@ -122,6 +151,9 @@ impl<'a> View<'a> {
                 ..LayerView::new(source, metadata, structure)
             },
             names,
+            values,
+            changes,
+            overflows: Overflows::default(),
         })
     }
 
@@ -131,12 +163,61 @@ impl<'a> View<'a> {
     }
 }
 
+/// The tensors whose types a cast leaves as they are, though they are numbers.
+#[derive(Default)]
+struct KeptTypes {
+    /// Hyperparameters, counts and scales.
+    constants: Vec<String>,
+    /// Tensors of types that cannot be cast, each with its type.
+    others: Vec<String>,
+}
+
+impl KeptTypes {
+    /// Returns the lines that tell them.
+    fn into_changes(self) -> impl Iterator<Item = Change> {
+        let constants = "kept the dtype, as hyperparameters, counts or scales are never cast";
+        let others = "kept the dtype, which `--dtype` does not cast (`--dequantize` computes \
+                      8-bit weights from their scales)";
+        let constants = Change::new("tensor", constants, self.constants);
+        let others = Change::new("tensor", others, self.others);
+        constants.into_iter().chain(others)
+    }
+}
+
+/// Renames parameters in the values of a checkpoint whose keys are renamed; `names` has the old key
+/// of each new one.
+fn rename_in_values(
+    source: &dyn Checkpoint,
+    names: &IndexMap<String, String>,
+) -> Result<NamesInValues, FileError> {
+    if names.iter().all(|(name, fqn)| name == fqn) {
+        return Ok(NamesInValues::default());
+    }
+    let mut new_keys = NewKeysOf::new();
+    for fqn in source.metadata().entries.keys() {
+        new_keys.insert(fqn, Vec::new());
+    }
+    for (name, fqn) in names {
+        new_keys.entry(fqn).or_default().push(name);
+    }
+    NamesInValues::find(source, &new_keys)
+}
+
 impl Layer for View<'_> {
     fn view(&self) -> &LayerView<'_> {
         &self.view
     }
 
+    fn own_changes(&self) -> Vec<Change> {
+        let mut changes = self.changes.clone();
+        changes.extend(self.overflows.change());
+        changes
+    }
+
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        if let Some(value) = self.values.get(fqn) {
+            return Origin::Value(value);
+        }
         let name = self.source_name(fqn);
         let tensor = self.view.metadata.tensor(fqn);
         let source_tensor = self.source(0).metadata().tensor(name);
@@ -163,10 +244,11 @@ impl Layer for View<'_> {
             // Read in pieces, because the source's elements may be larger than those of the slot.
             let range = 0..slot.bounds.numel() as u64 * source_dtype.size_in_bytes();
             let mut start = 0;
+            let mut overflow_count = 0;
             stream::<FileError>(self.source(0), name, &slot.bounds, range, &mut |bytes| {
                 let elements = bytes.len() / source_dtype.size_in_bytes() as usize;
                 let end = start + elements * target_dtype.size_in_bytes() as usize;
-                cast_elements(
+                overflow_count += cast_elements(
                     bytes,
                     source_dtype,
                     &mut slot.bytes[start..end],
@@ -175,6 +257,7 @@ impl Layer for View<'_> {
                 start = end;
                 Ok(())
             })?;
+            self.overflows.note(fqn, &slot.bounds, overflow_count);
             slot.filled(0..slot.bytes.len());
         }
         Ok(())

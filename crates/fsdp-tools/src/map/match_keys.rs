@@ -7,7 +7,7 @@ use indexmap::IndexMap;
 
 use super::node::Node;
 use super::operation::Operation;
-use super::rule::{KeyRule, Map, MapError};
+use super::rule::{KeyRule, Map, MapError, StrictKeys};
 use super::template::{Bindings, Template};
 
 /// The new keys of a checkpoint.
@@ -47,7 +47,35 @@ pub(super) fn match_keys(map: &Map, metadata: &Metadata) -> Result<NewKeys, MapE
             matcher.new_keys.unmatched.push(fqn.clone());
         }
     }
+    check_strict(map, metadata, &matcher.new_keys)?;
     Ok(matcher.new_keys)
+}
+
+/// The most keys that a message lists.
+const MAX_LISTED: usize = 5;
+
+/// Refuses tensors that no rule has named, though the map says that one must.
+fn check_strict(map: &Map, metadata: &Metadata, new_keys: &NewKeys) -> Result<(), MapError> {
+    let mut unnamed = Vec::new();
+    for fqn in &new_keys.unmatched {
+        let is_strict = |keys: &StrictKeys| keys.source.matches(fqn).is_some();
+        // What is no tensor, such as the `_extra_state` of Megatron, no model loads.
+        if metadata.tensor(fqn).is_some() && map.strict.iter().any(is_strict) {
+            unnamed.push(format!("`{fqn}`"));
+        }
+    }
+    if unnamed.is_empty() {
+        return Ok(());
+    }
+    let count = unnamed.len();
+    unnamed.truncate(MAX_LISTED);
+    if count > MAX_LISTED {
+        unnamed.push("…".to_owned());
+    }
+    Err(MapError::Unnamed {
+        count,
+        keys: unnamed.join(", "),
+    })
 }
 
 /// The state of applying the rules of a map to the keys of a checkpoint, one after the other.
@@ -124,7 +152,12 @@ impl Matcher<'_> {
         // Without operations, values move too.
         let Some(first_operation) = rule.operations.first() else {
             for (source, target) in sources.iter().zip(&rule.targets) {
-                self.rename(source, fill_new_key(rule, fqn, target, bindings)?)?;
+                let new_key = fill_new_key(rule, fqn, target, bindings)?;
+                if rule.is_copy {
+                    self.add(source, new_key)?;
+                } else {
+                    self.rename(source, new_key)?;
+                }
             }
             return Ok(true);
         };
@@ -254,6 +287,11 @@ impl Matcher<'_> {
     /// Gives a tensor or value another key.
     fn rename(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.taken.insert(source.to_owned());
+        self.add(source, target)
+    }
+
+    /// Adds a key for a tensor or value of the source.
+    fn add(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.check_free(&target)?;
         self.new_keys.renamed.insert(target, source.to_owned());
         Ok(())
@@ -273,16 +311,22 @@ impl Matcher<'_> {
 /// Fills the template of a new key of a rule. `fqn` is the old key, for messages.
 ///
 /// # Errors
-/// A name of the template has no binding.
+/// A name of the template has no binding, or the new key has an empty part.
 fn fill_new_key(
     rule: &KeyRule,
     fqn: &str,
     target: &Template,
     bindings: &Bindings,
 ) -> Result<String, MapError> {
-    target
+    let new_key = target
         .fill(bindings)
-        .ok_or_else(|| mismatch(rule, fqn, "a new key lacks a name"))
+        .ok_or_else(|| mismatch(rule, fqn, "a new key lacks a name"))?;
+    // What the source calls its keys is its own affair.
+    if new_key.split('.').any(str::is_empty) && !fqn.split('.').any(str::is_empty) {
+        let reason = format!("its new key `{new_key}` has a dot too many");
+        return Err(mismatch(rule, fqn, reason));
+    }
+    Ok(new_key)
 }
 
 /// Applies the operations of a rule to tensors, and returns what they make of them. Operations that

@@ -7,7 +7,9 @@
 //! tok_embeddings.weight -> model.embed_tokens.weight
 //! layers.{i}.attention.wq.weight -> model.layers.{i}.self_attn.q_proj.weight | permute(heads)
 //! layers.{i}.w1, layers.{i}.w3 -> layers.{i}.gate_up | concat(0)
+//! copy tok_embeddings.weight -> lm_head.weight
 //! drop freqs_cis
+//! strict layers.{rest*} -> model.layers.{rest*}
 //! ```
 //!
 //! `{i}` matches a part of a key without dots, and `{rest*}` any text. Operations come after `|`,
@@ -23,8 +25,9 @@
 //! | `unstack(i)`, `stack(i)` | makes a tensor of each index of the first dimension, which becomes `{i}` in the keys, and back |
 //!
 //! Numbers may be names, whose values are given with the map. The first rule that matches a key is
-//! applied; keys that no rule matches stay as they are. Elements are moved and never computed with,
-//! so there and back is bit-exact.
+//! applied; keys that no rule matches stay as they are, unless a line `strict` says that a rule must
+//! name them. `copy` leaves the old key to the rules after it. Elements are moved and never computed
+//! with, so there and back is bit-exact.
 
 mod builtin;
 mod match_keys;
@@ -36,7 +39,7 @@ mod template;
 mod view;
 
 use self::operation::Operation;
-use self::rule::KeyRule;
+use self::rule::{KeyRule, ParsedMap, StrictKeys};
 
 pub use self::builtin::BUILTIN;
 pub use self::rule::{Map, MapError, Values};
@@ -56,8 +59,10 @@ impl Map {
     /// # Ok::<(), fsdp_tools::map::MapError>(())
     /// ```
     pub fn parse(text: &str, values: &Values) -> Result<Self, MapError> {
+        let ParsedMap { rules, strict } = parse::parse_map(text, values)?;
         Ok(Map {
-            rules: parse::parse_rules(text, values)?,
+            rules,
+            strict,
             is_builtin: false,
         })
     }
@@ -68,22 +73,24 @@ impl Map {
     /// A name in the map has no value: most need `heads`, some `kv_heads`.
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
         let (text, is_reversed) = builtin::find_text(name)?;
-        Some(parse::parse_rules(text, values).map(|rules| {
+        Some(parse::parse_map(text, values).map(|parsed| {
             let map = Map {
-                rules,
+                rules: parsed.rules,
+                strict: parsed.strict,
                 is_builtin: true,
             };
             if is_reversed { map.reversed() } else { map }
         }))
     }
 
-    /// Returns the map that undoes this one. Dropped keys are not restored.
+    /// Returns the map that undoes this one. Dropped keys are not restored, and copies stay.
     #[must_use]
     pub fn reversed(&self) -> Self {
         let mut rules = Vec::new();
         for rule in &self.rules {
-            // A rule without targets drops tensors, so nothing can be mapped back.
-            if rule.targets.is_empty() {
+            // A rule without targets drops tensors, so nothing can be mapped back. A copy may have
+            // been changed since, so it is not dropped.
+            if rule.targets.is_empty() || rule.is_copy {
                 continue;
             }
             // The last operation of a rule is the first to be undone.
@@ -93,10 +100,16 @@ impl Map {
                 sources: rule.targets.clone(),
                 targets: rule.sources.clone(),
                 operations: operations.map(Operation::reversed).collect(),
+                is_copy: false,
             });
         }
+        let strict = self.strict.iter().map(|keys| StrictKeys {
+            source: keys.target.clone(),
+            target: keys.source.clone(),
+        });
         Map {
             rules,
+            strict: strict.collect(),
             is_builtin: self.is_builtin,
         }
     }

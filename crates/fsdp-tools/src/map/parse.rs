@@ -3,27 +3,40 @@
 use std::collections::BTreeSet;
 
 use super::operation::{HeadCounts, Operation};
-use super::rule::{KeyRule, MapError, Values};
+use super::rule::{KeyRule, MapError, ParsedMap, StrictKeys, Values};
 use super::template::Template;
 
-/// Parses the rules of a map.
-pub(super) fn parse_rules(text: &str, values: &Values) -> Result<Vec<KeyRule>, MapError> {
-    let mut rules = Vec::new();
+/// Parses the lines of a map.
+pub(super) fn parse_map(text: &str, values: &Values) -> Result<ParsedMap, MapError> {
+    let mut map = ParsedMap::default();
     for (index, line) in text.lines().enumerate() {
         let line_number = index + 1;
         let code = line.split_once('#').map_or(line, |(code, _)| code).trim();
-        if !code.is_empty() {
-            let rule = parse_rule(code, line_number, values);
-            rules.push(rule.map_err(|reason| MapError::Line {
-                line: line_number,
-                reason,
-            })?);
-        }
+        let parsed = match code.strip_prefix("strict ") {
+            _ if code.is_empty() => continue,
+            Some(keys) => parse_strict(keys).map(|keys| map.strict.push(keys)),
+            None => parse_rule(code, line_number, values).map(|rule| map.rules.push(rule)),
+        };
+        parsed.map_err(|reason| MapError::Line {
+            line: line_number,
+            reason,
+        })?;
     }
-    Ok(rules)
+    Ok(map)
 }
 
-/// Parses one line: `OLD -> NEW | OPERATION | …`, or `drop OLD`.
+/// Parses the keys of a line `strict OLD -> NEW`.
+fn parse_strict(text: &str) -> Result<StrictKeys, String> {
+    let (source, target) = text
+        .split_once("->")
+        .ok_or("a line of strict keys is `strict OLD -> NEW`")?;
+    Ok(StrictKeys {
+        source: Template::parse(source.trim())?,
+        target: Template::parse(target.trim())?,
+    })
+}
+
+/// Parses one line: `OLD -> NEW | OPERATION | …`, `copy OLD -> NEW`, or `drop OLD`.
 fn parse_rule(text: &str, line: usize, values: &Values) -> Result<KeyRule, String> {
     if let Some(dropped) = text.strip_prefix("drop ") {
         return Ok(KeyRule {
@@ -31,22 +44,37 @@ fn parse_rule(text: &str, line: usize, values: &Values) -> Result<KeyRule, Strin
             sources: parse_templates(dropped)?,
             targets: Vec::new(),
             operations: Vec::new(),
+            is_copy: false,
         });
     }
+    let (is_copy, text) = match text.strip_prefix("copy ") {
+        Some(copied) => (true, copied),
+        None => (false, text),
+    };
     let (sources, new_part) = text
         .split_once("->")
-        .ok_or("a rule is `OLD -> NEW`, or `drop OLD`")?;
+        .ok_or("a rule is `OLD -> NEW`, `copy OLD -> NEW`, or `drop OLD`")?;
     let mut parts = new_part.split('|');
     let targets = parts.next().expect("a split text has a first part");
-    let rule = KeyRule {
+    let mut rule = KeyRule {
         line,
         targets: parse_templates(targets)?,
         operations: parts
             .map(|text| parse_operation(text.trim(), values))
             .collect::<Result<_, _>>()?,
         sources: parse_templates(sources)?,
+        is_copy,
     };
+    if is_copy && !rule.operations.is_empty() {
+        return Err("a copy has no operations".to_owned());
+    }
     check_rule(&rule)?;
+    // The reversed map has to fit what this one makes: `{rest}` of `{rest*}` may have dots.
+    for target in &mut rule.targets {
+        for source in &rule.sources {
+            target.fit_texts_of(source);
+        }
+    }
     Ok(rule)
 }
 

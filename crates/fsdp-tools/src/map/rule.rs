@@ -38,6 +38,23 @@ pub enum MapError {
         /// The reason.
         reason: String,
     },
+    /// Keys of layers that no rule names, in a map that must name all of them: the model would be
+    /// loaded with random numbers in their places.
+    #[error(
+        "no rule of the map names {count} keys of layers, which the result cannot have as they are: {keys}"
+    )]
+    Unnamed {
+        /// The number of the keys.
+        count: usize,
+        /// The first of them.
+        keys: String,
+    },
+    /// A value with names of parameters cannot be read.
+    #[error("the names of parameters cannot be renamed: {reason}")]
+    Value {
+        /// The reason.
+        reason: String,
+    },
     /// Two rules give one key.
     #[error("the map gives `{fqn}` twice")]
     Twice {
@@ -53,6 +70,8 @@ pub type Values = BTreeMap<String, usize>;
 #[derive(Debug, Clone)]
 pub struct Map {
     pub(super) rules: Vec<KeyRule>,
+    /// The keys of which a rule must name each.
+    pub(super) strict: Vec<StrictKeys>,
     /// `true` if a rule may fit no key: the map is for several variants of a model.
     pub(super) is_builtin: bool,
 }
@@ -68,4 +87,22 @@ pub(super) struct KeyRule {
     pub(super) targets: Vec<Template>,
     /// The operations, in order.
     pub(super) operations: Vec<Operation>,
+    /// `true` for a rule that leaves the old keys as they are, and adds the new one.
+    pub(super) is_copy: bool,
+}
+
+/// The rules of a map, and the keys of which a rule must name each.
+#[derive(Debug, Default)]
+pub(super) struct ParsedMap {
+    pub(super) rules: Vec<KeyRule>,
+    pub(super) strict: Vec<StrictKeys>,
+}
+
+/// Keys of which a rule must name each: those that a template fits.
+#[derive(Debug, Clone)]
+pub(super) struct StrictKeys {
+    /// The old keys.
+    pub(super) source: Template,
+    /// The new keys, which are the old ones of the reversed map.
+    pub(super) target: Template,
 }

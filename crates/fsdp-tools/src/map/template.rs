@@ -74,6 +74,20 @@ impl Template {
         })
     }
 
+    /// Makes each placeholder stand for any text whose name does so in `other`, so that both fit the
+    /// same keys.
+    pub(super) fn fit_texts_of(&mut self, other: &Template) {
+        for part in &mut self.0 {
+            let TemplatePart::Placeholder { name, is_any_text } = part else {
+                continue;
+            };
+            *is_any_text |= other.0.iter().any(|part| {
+                matches!(part, TemplatePart::Placeholder { name: other_name, is_any_text: true }
+                    if other_name == name)
+            });
+        }
+    }
+
     /// Returns the texts that stand for the names if the template is this key, and `None` if it
     /// cannot be. A name that occurs twice must be the same text twice.
     pub(super) fn matches(&self, key: &str) -> Option<Bindings> {

@@ -1,28 +1,33 @@
 //! A checkpoint seen through a map.
 
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{Layer, LayerView, Origin};
 use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_formats::reader::Slot;
-use fsdp_layout::{KeyPath, TensorBox};
+use fsdp_layout::{KeyPath, PlainValue, TensorBox, with_causes};
 use indexmap::IndexMap;
 
 use super::match_keys::{NewKeys, match_keys};
 use super::rule::{Map, MapError};
+use crate::convert::{NamesInValues, NewKeysOf};
 
 /// A checkpoint with the keys and shapes that a map gives it.
 #[derive(Debug)]
 pub struct Mapped<'a> {
     view: LayerView<'a>,
     new_keys: NewKeys,
+    /// The values in which names of parameters were renamed, by their new keys.
+    values: IndexMap<String, PlainValue>,
+    changes: Vec<Change>,
 }
 
 impl<'a> Mapped<'a> {
     /// Makes the view of a checkpoint.
     ///
     /// # Errors
-    /// A rule that matches no key, or whose tensors do not have the shapes that it needs.
+    /// A rule that matches no key, or whose tensors do not have the shapes that it needs; a value
+    /// with names of parameters that cannot be read.
     pub fn new(source: &'a dyn Checkpoint, map: &Map) -> Result<Self, MapError> {
         let source_metadata = source.metadata();
         let new_keys = match_keys(map, source_metadata)?;
@@ -65,9 +70,27 @@ impl<'a> Mapped<'a> {
                 paths.insert(fqn.clone(), path);
             }
         }
+        // Step 4: names of parameters in values follow the keys.
+        let names = rename_in_values(source, &new_keys)?;
+        let mut values = IndexMap::new();
+        for (fqn, old_key) in &new_keys.renamed {
+            if let Some(value) = names.values.get(old_key) {
+                values.insert(fqn.clone(), value.clone());
+            }
+        }
+        let mut changes = names.changes;
+        // Keys and their paths are all that is left of the containers.
+        let untold = source.structure().map(Structure::describe_untold);
+        changes.extend(Change::new(
+            "place",
+            "of the state dict lost its kind by the map (keys became text, tuples lists, empty dicts went)",
+            untold.unwrap_or_default(),
+        ));
         Ok(Mapped {
             view: LayerView::new(source, metadata, None),
             new_keys,
+            values,
+            changes,
         })
     }
 
@@ -76,6 +99,28 @@ impl<'a> Mapped<'a> {
     pub fn unmatched(&self) -> &[String] {
         &self.new_keys.unmatched
     }
+}
+
+/// Renames parameters in the values of a checkpoint as the keys are renamed.
+fn rename_in_values(
+    source: &dyn Checkpoint,
+    new_keys: &NewKeys,
+) -> Result<NamesInValues, MapError> {
+    let mut keys_by_old = NewKeysOf::new();
+    for fqn in source.metadata().entries.keys() {
+        keys_by_old.insert(fqn, Vec::new());
+    }
+    for (fqn, old_key) in &new_keys.renamed {
+        keys_by_old.entry(old_key).or_default().push(fqn);
+    }
+    for (fqn, node) in &new_keys.tensors {
+        for old_key in node.sources() {
+            keys_by_old.entry(old_key).or_default().push(fqn);
+        }
+    }
+    NamesInValues::find(source, &keys_by_old).map_err(|error| MapError::Value {
+        reason: with_causes(&error),
+    })
 }
 
 /// Returns what the metadata says about the storage of a tensor that is made of others: the place
@@ -99,7 +144,14 @@ impl Layer for Mapped<'_> {
         &self.view
     }
 
+    fn own_changes(&self) -> Vec<Change> {
+        self.changes.clone()
+    }
+
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        if let Some(value) = self.values.get(fqn) {
+            return Origin::Value(value);
+        }
         match self.new_keys.renamed.get(fqn) {
             Some(old_key) => Origin::Source(0, old_key),
             None => Origin::Made,

@@ -1,0 +1,63 @@
+//! The account of a conversion: what of the source is in the destination in another way, or not at
+//! all. The views of the source tell what they change, and the formats what they cannot hold.
+
+use std::collections::HashSet;
+
+use fsdp_formats::checkpoint::{Change, Checkpoint};
+use fsdp_formats::internals::Structure;
+
+use super::output::OutputFormat;
+use super::sidecars::CopiedSidecars;
+
+/// Returns what was changed by the views of the source, by its writer (`written`). Elements must have been written before, because some changes are found then.
+pub(super) fn list_changes(
+    source: &dyn Checkpoint,
+    written: Vec<Change>,
+) -> Vec<Change> {
+    let mut changes = [source.changes(), written].concat();
+    // No format that is written knows that two keys may have the same elements.
+    let mut shared = Vec::new();
+    for (fqn, first_key) in source.shared_tensors() {
+        shared.push(format!("{fqn}: {first_key}"));
+    }
+    shared.sort_unstable();
+    changes.extend(Change::new(
+        "tensor",
+        "got elements of its own, which are those of another tensor in the source",
+        shared,
+    ));
+    changes
+}
+
+/// Returns the containers that a format cannot express. Those in sidecar files that are copied as
+/// they are stay as they are.
+pub(super) fn find_lost_containers(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    sidecars: &CopiedSidecars,
+) -> Vec<String> {
+    let Some(structure) = source.structure() else {
+        return Vec::new();
+    };
+    let mut containers = describe_lost_containers(structure, target);
+    for part in source.parts() {
+        if sidecars.files.iter().any(|file| file == part.path)
+            && let Some(structure) = part.checkpoint.structure()
+        {
+            let copied: HashSet<String> = describe_lost_containers(structure, target)
+                .into_iter()
+                .collect();
+            containers.retain(|container| !copied.contains(container));
+        }
+    }
+    containers
+}
+
+/// Returns descriptions of the containers of a structure that a format cannot express.
+fn describe_lost_containers(structure: &Structure, target: OutputFormat) -> Vec<String> {
+    let mut containers = structure.modules();
+    if target != OutputFormat::Torch {
+        containers.extend(structure.describe_untold());
+    }
+    containers
+}

@@ -1,0 +1,119 @@
+//! The settings of a model's `config.json` that say how its weights are stored. When the weights
+//! change, a copy of the file must not say what no longer holds: loaders believe it.
+
+use std::collections::BTreeMap;
+
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Change;
+use fsdp_formats::storage::{CheckedDirectory, ReadAt as _};
+use fsdp_layout::DType;
+use serde_json::{Map, Value};
+
+/// What a copied `config.json` says anew.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ConfigEdits {
+    /// The dtype that it gives, where it gives one; `None` to leave it.
+    pub dtype: Option<DType>,
+    /// `true` to remove the description of quantized weights.
+    pub is_dequantized: bool,
+}
+
+/// The name of the file.
+const CONFIG: &str = "config.json";
+
+/// The most bytes of such a file. Real ones have a few thousand.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The keys that give the dtype: since version 4.56 of transformers, and before.
+const DTYPE_KEYS: [&str; 2] = ["dtype", "torch_dtype"];
+
+/// The keys that describe quantized weights.
+const QUANTIZATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
+
+impl ConfigEdits {
+    /// Returns the new contents of the `config.json` among files that are copied, and adds to
+    /// `changes` what changes in it; `None` if nothing does, or there is none. One that cannot be
+    /// understood stays as it is, which is added too.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub(super) fn apply(
+        &self,
+        files: &BTreeMap<String, &CheckedDirectory>,
+        changes: &mut Vec<Change>,
+    ) -> Result<Option<(String, Vec<u8>)>, FileError> {
+        if *self == ConfigEdits::default() {
+            return Ok(None);
+        }
+        let Some(directory) = files.get(CONFIG) else {
+            return Ok(None);
+        };
+        let file = directory.extra_file(CONFIG)?;
+        let mut bytes = vec![0; file.len().min(MAX_BYTES) as usize];
+        file.read_exact_at(0, &mut bytes)
+            .map_err(|source| directory.file_error(CONFIG, source))?;
+        let mut settings = Vec::new();
+        let edited = match serde_json::from_slice(&bytes) {
+            Ok(Value::Object(mut config)) => {
+                self.edit(&mut config, "", &mut settings);
+                let text = serde_json::to_string_pretty(&config);
+                text.expect("a JSON value can be written as JSON") + "\n"
+            }
+            _ => {
+                let what = format!(
+                    "could not be understood, and still describes the weights as they were: set `dtype` in it{}",
+                    if self.is_dequantized {
+                        ", and remove `quantization_config`"
+                    } else {
+                        ""
+                    }
+                );
+                changes.extend(Change::new("file", what, vec![CONFIG.to_owned()]));
+                return Ok(None);
+            }
+        };
+        if settings.is_empty() {
+            return Ok(None);
+        }
+        let what = format!("of `{CONFIG}` changed with the weights");
+        changes.extend(Change::new("setting", what, settings));
+        Ok(Some((CONFIG.to_owned(), edited.into_bytes())))
+    }
+
+    /// Changes the settings of a configuration and of the parts in it, and adds each to `settings`.
+    /// `path` is that of the part, with a dot at its end.
+    fn edit(&self, config: &mut Map<String, Value>, path: &str, settings: &mut Vec<String>) {
+        if self.is_dequantized {
+            for key in QUANTIZATION_KEYS {
+                if config.shift_remove(key).is_some() {
+                    settings.push(format!("{path}{key}: removed"));
+                }
+            }
+        }
+        for (key, value) in config.iter_mut() {
+            match value {
+                Value::String(text) if DTYPE_KEYS.contains(&key.as_str()) => {
+                    // Old files have `torch.float16`.
+                    let start = if text.starts_with("torch.") {
+                        "torch."
+                    } else {
+                        ""
+                    };
+                    let old_dtype = DType::from_torch_name(&text[start.len()..]);
+                    if let (Some(old_dtype), Some(dtype)) = (old_dtype, self.dtype)
+                        && old_dtype.is_float()
+                        && old_dtype != dtype
+                    {
+                        settings.push(format!("{path}{key}: {old_dtype} -> {dtype}"));
+                        *text = format!("{start}{dtype}");
+                    }
+                }
+                // A model of several parts has a configuration for each.
+                Value::Object(part) if !QUANTIZATION_KEYS.contains(&key.as_str()) => {
+                    self.edit(part, &format!("{path}{key}."), settings);
+                }
+                _ => {}
+            }
+        }
+    }
+}

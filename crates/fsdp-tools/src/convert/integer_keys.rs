@@ -1,0 +1,112 @@
+//! The keys of an optimizer's `state`: torch has the numbers of the parameters there, and most
+//! formats only their texts. `torch.optim` ignores state under texts.
+
+use std::collections::{HashMap, HashSet};
+
+use fsdp_formats::checkpoint::Structure;
+use fsdp_layout::PlainValue;
+
+/// Makes integers of the keys of each `state` that are texts of numbers which the `param_groups`
+/// beside it have. Returns the paths of these keys.
+pub(super) fn restore_integer_keys(
+    structure: &mut Structure,
+    values: &HashMap<String, PlainValue>,
+) -> Vec<String> {
+    let mut restored = Vec::new();
+    restore_below(structure, "", values, &mut restored);
+    restored
+}
+
+/// Restores the keys of each `state` at and below a place, and adds their paths.
+fn restore_below(
+    structure: &mut Structure,
+    path: &str,
+    values: &HashMap<String, PlainValue>,
+    restored: &mut Vec<String>,
+) {
+    match structure {
+        Structure::Dict(items) => {
+            let mut ids = HashSet::new();
+            if let Some(groups) = item_at(items, "param_groups") {
+                collect_ids(&items[groups].1, values, &mut ids);
+            }
+            if let Some(state) = item_at(items, "state")
+                && let Structure::Dict(entries) = &mut items[state].1
+                && !entries.is_empty()
+                && entries
+                    .iter()
+                    .all(|(key, _)| id_of_text(key).is_some_and(|id| ids.contains(&id)))
+            {
+                for (key, _) in entries {
+                    if let Some(id) = id_of_text(key) {
+                        *key = PlainValue::Int(id);
+                        restored.push(format!("{path}state.{id}"));
+                    }
+                }
+            }
+            for (key, item) in items {
+                let text = key.key_text().unwrap_or_default();
+                restore_below(item, &format!("{path}{text}."), values, restored);
+            }
+        }
+        Structure::List(items) | Structure::Tuple(items) => {
+            for (index, item) in items.iter_mut().enumerate() {
+                restore_below(item, &format!("{path}{index}."), values, restored);
+            }
+        }
+        Structure::Leaf(_) | Structure::Module(..) => {}
+    }
+}
+
+/// Returns the position of the item at a key of a dict; `None` if there is none.
+fn item_at(items: &[(PlainValue, Structure)], name: &str) -> Option<usize> {
+    items.iter().position(|(key, _)| key.as_str() == Some(name))
+}
+
+/// Returns the number that a key is the text of; `None` for any other key.
+fn id_of_text(key: &PlainValue) -> Option<i64> {
+    let text = key.as_str()?;
+    let id: i64 = text.parse().ok()?;
+    // `007` and `+7` are no texts of a number in Python.
+    (id.to_string() == text).then_some(id)
+}
+
+/// Adds the numbers of the parameters in the groups of an optimizer.
+fn collect_ids(groups: &Structure, values: &HashMap<String, PlainValue>, ids: &mut HashSet<i64>) {
+    match groups {
+        Structure::Leaf(fqn) => {
+            if let Some(value) = values.get(fqn) {
+                collect_ids_of_value(value, ids);
+            }
+        }
+        Structure::Dict(items) => {
+            if let Some(params) = item_at(items, "params") {
+                collect_ids(&items[params].1, values, ids);
+            }
+        }
+        Structure::List(items) | Structure::Tuple(items) => {
+            items.iter().for_each(|item| collect_ids(item, values, ids));
+        }
+        Structure::Module(..) => {}
+    }
+}
+
+/// Adds the numbers of the parameters in a value: groups, a group, or a list of numbers.
+fn collect_ids_of_value(value: &PlainValue, ids: &mut HashSet<i64>) {
+    match value {
+        PlainValue::Int(id) => drop(ids.insert(*id)),
+        PlainValue::List(items) | PlainValue::Tuple(items) => {
+            items
+                .iter()
+                .for_each(|item| collect_ids_of_value(item, ids));
+        }
+        PlainValue::Dict(items) => {
+            for (key, item) in items {
+                if key.as_str() == Some("params") {
+                    collect_ids_of_value(item, ids);
+                }
+            }
+        }
+        _ => {}
+    }
+}
