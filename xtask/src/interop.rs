@@ -10,7 +10,7 @@ use crate::python::{environment, install};
 use crate::shell::{cargo, program, run, target};
 
 /// The packages that the tests import.
-const PACKAGES: [&str; 7] = [
+const PACKAGES: [&str; 8] = [
     "torch>=2.6",
     "numpy",
     "safetensors",
@@ -18,6 +18,7 @@ const PACKAGES: [&str; 7] = [
     "peft",
     "model-signing>=1.1",
     "pyopenssl",
+    "torch_checkpointing>=0.1.1",
 ];
 
 /// The variable that names a Python with these packages, so that they need not be installed.
@@ -50,6 +51,11 @@ pub(crate) fn test(root: &Path) -> Result<()> {
     for (script, input, output) in [
         ("formats.py", &fixtures, work.join("formats")),
         ("experts.py", &fixtures, work.join("experts")),
+        (
+            "torch_checkpointing.py",
+            &fixtures,
+            work.join("torch_checkpointing"),
+        ),
         ("signing.py", &fixtures, work.join("signing")),
         ("interop.py", &data, work.clone()),
         ("torchrun.py", &data, work.join("torchrun")),

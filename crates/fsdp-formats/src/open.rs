@@ -152,6 +152,9 @@ fn open_directory(
         return sidecars::open(location, options);
     }
     let names = directory.names()?;
+    if rank_files::is_described(location, &names)? {
+        return Ok(Box::new(rank_files::open_checkpointing(location, options)?));
+    }
     if folder::is_there(&names) {
         return folder::open(location, &names, options, &open_part);
     }
@@ -161,11 +164,11 @@ fn open_directory(
     if deepspeed::is_there(&names) {
         return Ok(Box::new(deepspeed::zero::open(location, options)?));
     }
-    if rank_files::is_checkpointing(&names) {
-        return Ok(Box::new(rank_files::open_checkpointing(location, options)?));
-    }
     if rank_files::is_there(&names) {
         return Ok(Box::new(rank_files::open(location, options)?));
+    }
+    if rank_files::is_bare(location, &names)? {
+        return Ok(Box::new(rank_files::open_checkpointing(location, options)?));
     }
     if names
         .iter()
@@ -275,6 +278,13 @@ fn open_content(
         }
         error => error,
     })?;
+    // What one rank has of a tensor would look like the whole.
+    if rank_files::is_part(&parent, name)? {
+        return Err(unsupported_error(
+            location,
+            "one rank's file of a checkpoint of torch_checkpointing (name the directory with `metadata.pkl`),",
+        ));
+    }
     match read_first_bytes(location, &file)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
         bytes if legacy::is_start(bytes) => {

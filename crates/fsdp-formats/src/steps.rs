@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::error::FileError;
 use crate::metadata::METADATA_FILE;
+use crate::rank_files;
 use crate::storage::location::Location;
 
 /// A checkpoint of a run, known by its name only. It was not opened.
@@ -49,11 +50,16 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
             Err(error) if !subfolder.is_empty() && error.is_absence() => continue,
             names => names?,
         };
+        // In a checkpoint of one file for each item and rank, an item may be called `step`.
+        let files_of_ranks = rank_files::find_files_of_ranks(&names);
         let mut steps = Vec::new();
-        for name in names {
-            let path = folder.join(&name);
-            let found = match step_of(&name) {
-                None => step_of_directory(&path, &name)?,
+        for name in &names {
+            if files_of_ranks.contains(name.as_str()) {
+                continue;
+            }
+            let path = folder.join(name);
+            let found = match step_of(name) {
+                None => step_of_directory(&path, name)?,
                 found => found,
             };
             if let Some((counts, step)) = found {
@@ -61,7 +67,7 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
                 steps.push(StepOfRun {
                     step,
                     counts,
-                    name,
+                    name: name.clone(),
                     path,
                 });
             }

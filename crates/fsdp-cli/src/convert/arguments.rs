@@ -35,6 +35,8 @@ pub(crate) enum TargetFormat {
     HfSharded,
     /// One file that torch.load(weights_only=True) opens
     Torch,
+    /// A directory of torch_checkpointing, for --world-size ranks
+    TorchCheckpointing,
 }
 
 /// The options of both commands.
@@ -57,7 +59,7 @@ pub(super) struct TargetArguments {
     /// The format to write
     #[arg(long, value_enum)]
     pub(super) to: TargetFormat,
-    /// Ranks of the destination, for dcp and hf-sharded [default: 1]
+    /// Ranks of the destination, for dcp, hf-sharded and torch-checkpointing [default: 1]
     #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     world_size: Option<usize>,
     /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
@@ -192,7 +194,10 @@ impl TargetArguments {
     pub(super) fn output_format(&self) -> Result<OutputFormat> {
         // An option that would be ignored is refused: whoever gives it expects something of it.
         if self.world_size.is_some()
-            && !matches!(self.to, TargetFormat::Dcp | TargetFormat::HfSharded)
+            && !matches!(
+                self.to,
+                TargetFormat::Dcp | TargetFormat::HfSharded | TargetFormat::TorchCheckpointing
+            )
         {
             bail!(self.unused_option_error("--world-size"));
         }
@@ -209,6 +214,7 @@ impl TargetArguments {
             },
             TargetFormat::HfSharded => OutputFormat::SafetensorsShards { ranks },
             TargetFormat::Torch => OutputFormat::Torch,
+            TargetFormat::TorchCheckpointing => OutputFormat::TorchCheckpointing { ranks },
         })
     }
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
-use super::python_json;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
 use crate::formats::checkpoint::Format;
+use crate::formats::python_json;
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
 use crate::limits::PICKLE_FACTOR;

@@ -19,7 +19,6 @@
 
 mod json;
 mod names;
-mod python_json;
 mod shards;
 
 use fsdp_layout::PathPart;

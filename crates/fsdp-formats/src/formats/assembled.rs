@@ -127,6 +127,8 @@ pub(crate) struct Assembler {
     first_files: HashMap<String, Arc<str>>,
     /// The files so far.
     files: HashSet<Arc<str>>,
+    /// A value of each file that has copies of values.
+    copied_values: HashMap<Arc<str>, String>,
     /// The memory that descriptions of pieces may still take; each file adds to it.
     budget: Budget,
 }
@@ -151,6 +153,7 @@ impl Assembler {
             boxes: HashMap::new(),
             first_files: HashMap::new(),
             files: HashSet::new(),
+            copied_values: HashMap::new(),
             budget: Budget::new(0, 1),
         }
     }
@@ -290,6 +293,9 @@ impl Assembler {
         if metadata.entries.contains_key(&fqn) {
             let first_value = self.checkpoint.values.get(&fqn);
             if first_value.is_some_and(|first_value| first_value.is_same(&value)) {
+                if let Held::Plain(_) = value {
+                    self.copied_values.entry(file.clone()).or_insert(fqn);
+                }
                 return Ok(());
             }
             return Err(self.differing_error(fqn, file, "is not the same in both"));
@@ -345,7 +351,8 @@ impl Assembler {
 
     /// Completes the checkpoint. `structure` has the containers of its keys, if they are known. It
     /// is dropped, without an error, if its keys are not exactly those of the checkpoint.
-    pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
+    pub(crate) fn finish(mut self, structure: Option<Structure>) -> Assembled {
+        self.note_files_of_copies();
         let keys = &self.checkpoint.metadata.entries;
         let structure = structure.filter(|structure| {
             let leaves = structure.leaves();
@@ -355,6 +362,29 @@ impl Assembler {
             structure,
             ..self.checkpoint
         }
+    }
+
+    /// Notes a copy in each file of which nothing else is stored, so that it is known as a file of
+    /// the checkpoint.
+    fn note_files_of_copies(&mut self) {
+        let metadata = &mut self.checkpoint.metadata;
+        let stored: HashSet<&str> = metadata
+            .stored()
+            .map(|(_, _, stored)| stored.relative_path.as_str())
+            .collect();
+        let mut copies: Vec<(&Arc<str>, &String)> = self
+            .copied_values
+            .iter()
+            .filter(|(file, _)| !stored.contains(&***file))
+            .collect();
+        copies.sort();
+        let replicas = copies.into_iter().map(|(file, fqn)| Replica {
+            fqn: fqn.clone(),
+            bounds: None,
+            stored: StorageInfo::new(&**file, 0, 0),
+        });
+        let replicas: Vec<Replica> = replicas.collect();
+        metadata.replicas.extend(replicas);
     }
 
     /// Sorts the keys in the order of an index.
@@ -526,6 +556,11 @@ impl Checkpoint for Assembled {
         let (dtype, _) = check_replica(&self.metadata, replica, bounds, dst)?;
         let mut slot = Slot::new(bounds.clone(), dst);
         self.fill(&replica.fqn, dtype, &replica.stored, &mut slot)
+    }
+
+    /// Returns the value itself: its copies were compared when the checkpoint was opened.
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        self.read_value(&replica.fqn)
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {

@@ -45,6 +45,11 @@ impl ExtraFiles {
             .stored()
             .map(|(_, _, stored)| stored.relative_path.as_str())
             .collect();
+        // Items may lie in folders.
+        if checkpoint.format() == Format::TorchCheckpointing {
+            let folders = stored.iter().filter_map(|path| path.split('/').next());
+            stored.extend(folders.collect::<Vec<_>>());
+        }
         // A part of a folder may be a directory of its own, or hold nothing.
         if checkpoint.format() == Format::Folder {
             stored.extend(checkpoint.parts().iter().map(|part| part.path));
@@ -182,6 +187,18 @@ fn is_of_framework(format: Format, name: &str) -> bool {
         Format::Dcp => is_of_hugging_face(name) || FILES_BESIDE_DCP.contains(&name),
         _ => is_of_hugging_face(name) || FILES_BESIDE_WEIGHTS.contains(&name),
     }
+}
+
+/// Returns `true` for a file in a directory of `torch_checkpointing` that is no item: what other
+/// frameworks keep beside weights, and the model that it was made into for Hugging Face's
+/// libraries.
+pub(crate) fn is_beside_items(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    let is_made_for_hugging_face = name.ends_with(".safetensors.index.json")
+        || name.ends_with(".safetensors") && name.contains("-of-");
+    is_made_for_hugging_face
+        || name.starts_with('.')
+        || name != "config.json" && is_of_framework(Format::TorchCheckpointing, name)
 }
 
 /// Returns `true` for data files of another save, for weights in another format, which a copy would

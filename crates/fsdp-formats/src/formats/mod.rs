@@ -13,6 +13,7 @@ pub(crate) mod key_move;
 pub(crate) mod layer;
 pub(crate) mod lookup;
 pub(crate) mod opaque;
+pub(crate) mod python_json;
 pub(crate) mod read;
 pub(crate) mod replicas;
 pub(crate) mod stream;

@@ -5,7 +5,7 @@
 //! model_world_size_4_rank_0.pt        verl, SkyRL; with optim_… and extra_state_…
 //! pytorch_model_fsdp_0_rank0.bin      accelerate without DCP; optimizer_0_rank0.bin
 //! pytorch_model_fsdp_rank0.bin        FSDP1's local and sharded state dicts
-//! model_0.pt                          torch_checkpointing, beside `metadata.pkl`; with optimizer_0.pt and others
+//! model_0.pt                          torch_checkpointing, with optimizer_0.pt and others: see `checkpointing`
 //! ```
 //!
 //! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same:
@@ -18,13 +18,20 @@
 //! always is.
 
 mod checkpointing;
+mod contents;
+mod listing;
+mod metadata;
 mod names;
+mod placements;
+mod recognize;
 
 use std::collections::BTreeMap;
 
 use fsdp_layout::{PathPart, PlainTensor, TensorBox};
+use tracing::warn;
 
-use self::names::RankFile;
+use self::names::{FileKind, RankFile};
+use self::placements::Placements;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
@@ -37,10 +44,20 @@ use crate::torch::read::add;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::is_same_quantizer;
 
-pub(crate) use self::checkpointing::{is_there as is_checkpointing, open as open_checkpointing};
+pub(crate) use self::checkpointing::open as open_checkpointing;
+pub(crate) use self::recognize::{find_files_of_ranks, is_bare, is_described, is_part};
 
-/// The files of each item, by rank.
-type ItemFiles = BTreeMap<String, BTreeMap<usize, RankFile>>;
+/// The items, by name.
+type Items = BTreeMap<String, Item>;
+
+/// A state, such as a model, of which each rank has a part.
+#[derive(Debug, Default)]
+struct Item {
+    /// The files, by rank. What is the same for all ranks may be with the first one alone.
+    files: BTreeMap<usize, RankFile>,
+    /// Where the tensors of the files belong, if they do not say it themselves.
+    placements: Option<Placements>,
+}
 
 /// Returns `true` if a directory with entries of these names holds files of ranks.
 pub(crate) fn is_there(names: &[String]) -> bool {
@@ -50,9 +67,9 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 /// Opens a directory of such files.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
-    let items = find_items(&directory, &RankFile::parse)?;
-    for files in items.values() {
-        check_ranks(&directory, files, None)?;
+    let items = find_items(&directory)?;
+    for item in items.values() {
+        check_ranks(&directory, &item.files)?;
     }
     let has_one_item = items.len() == 1;
     let assembler = Assembler::new(Format::RankFiles, location.name(), directory);
@@ -60,15 +77,14 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 }
 
 /// Returns the files of all items. Two files of one item and rank are an error.
-fn find_items(
-    directory: &CheckedDirectory,
-    parse: &dyn Fn(&str) -> Option<RankFile>,
-) -> Result<ItemFiles, FileError> {
-    let mut items = ItemFiles::new();
+fn find_items(directory: &CheckedDirectory) -> Result<Items, FileError> {
+    let mut items = Items::new();
     for name in directory.names()? {
-        let Some(file) = parse(&name) else { continue };
-        let files_of_item = items.entry(file.item.clone()).or_default();
-        if let Some(earlier) = files_of_item.insert(file.rank, file) {
+        let Some(file) = RankFile::parse(&name) else {
+            continue;
+        };
+        let item = items.entry(file.item.clone()).or_default();
+        if let Some(earlier) = item.files.insert(file.rank, file) {
             return Err(two_saves(directory, &earlier, &name));
         }
     }
@@ -79,16 +95,16 @@ fn find_items(
 /// item are at the top themselves.
 fn assemble(
     mut assembler: Assembler,
-    items: &ItemFiles,
+    items: &Items,
     has_one_item: bool,
 ) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
-    for (item, files) in items {
-        let structure = add_item(&mut assembler, (!has_one_item).then_some(item), files)?;
+    for (name, item) in items {
+        let structure = add_item(&mut assembler, (!has_one_item).then_some(name), item)?;
         if has_one_item {
             return Ok(assembler.finish(Some(structure)));
         }
-        root.push((item.as_str().into(), structure));
+        root.push((name.as_str().into(), structure));
     }
     Ok(assembler.finish(Some(Structure::Dict(root))))
 }
@@ -96,23 +112,17 @@ fn assemble(
 /// Adds the files of one item, and returns its containers.
 fn add_item(
     assembler: &mut Assembler,
-    item: Option<&str>,
-    files: &BTreeMap<usize, RankFile>,
+    name: Option<&str>,
+    item: &Item,
 ) -> Result<Structure, FileError> {
-    let is_kept_by_rank = match item {
-        Some(names::EXTRA_STATE) => true,
-        Some(item) if !item.starts_with("model") && !item.starts_with("optim") => {
-            differs_by_rank(assembler.directory(), files)?
-        }
-        _ => false,
-    };
+    let is_kept_by_rank = is_kept_by_rank(assembler.directory(), name, item)?;
     // Each file is read for itself. Parts of tensors become chunks, and copies are compared.
     let mut structures = Vec::new();
     let mut world_size = 0;
-    for (rank, file) in files {
-        let flat = FlatFile::read(assembler.directory(), &file.name, None)?;
+    for (rank, file) in &item.files {
+        let flat = contents::read(assembler.directory(), file, item.placements.as_ref())?;
         let rank_key = is_kept_by_rank.then(|| format!("rank_{rank}"));
-        let prefix_keys = item.map(str::to_owned).into_iter().chain(rank_key);
+        let prefix_keys = name.map(str::to_owned).into_iter().chain(rank_key);
         let prefix: Vec<PathPart> = prefix_keys.map(PathPart::Key).collect();
         add(assembler, &flat, &prefix)?;
         for (_, leaf) in flat.found.values() {
@@ -129,7 +139,7 @@ fn add_item(
         }
     }
     // A mesh tells how many ranks there were, where the names do not.
-    check_complete(assembler.directory(), files, world_size)?;
+    check_complete(assembler.directory(), &item.files, world_size)?;
     if is_kept_by_rank {
         return Ok(Structure::Dict(structures));
     }
@@ -137,16 +147,49 @@ fn add_item(
     Ok(structure)
 }
 
+/// Returns `true` if each rank's state of an item is kept by itself. That is so if it differs from
+/// the first one's, unless it is a model or an optimizer that tells where its tensors belong: these
+/// must be the same.
+///
+/// Logs a warning where the ranks may have parts of the same tensors, and nothing tells which.
+fn is_kept_by_rank(
+    directory: &CheckedDirectory,
+    name: Option<&str>,
+    item: &Item,
+) -> Result<bool, FileError> {
+    let Some(name) = name else {
+        return Ok(false);
+    };
+    if name == names::EXTRA_STATE {
+        return Ok(true);
+    }
+    let is_state = name.starts_with("model") || name.starts_with("optim");
+    if is_state && !is_without_places(item) {
+        return Ok(false);
+    }
+    let differs = differs_by_rank(directory, item)?;
+    if differs && is_without_places(item) {
+        let path = directory.path().display().to_string();
+        warn!(%path, item = name, ranks = item.files.len(), "nothing tells how the tensors of the ranks' safetensors files were cut (the item was saved without a resharder): each rank's are kept by themselves");
+    }
+    Ok(differs)
+}
+
+/// Returns `true` if the tensors of an item are plain ones, and nothing tells where they belong.
+fn is_without_places(item: &Item) -> bool {
+    let mut files = item.files.values();
+    let placements = item.placements.as_ref();
+    files.any(|file| file.kind == FileKind::Safetensors)
+        && placements.is_none_or(|placements| !placements.are_known())
+}
+
 /// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some
 /// rank.
-fn differs_by_rank(
-    directory: &CheckedDirectory,
-    files: &BTreeMap<usize, RankFile>,
-) -> Result<bool, FileError> {
+fn differs_by_rank(directory: &CheckedDirectory, item: &Item) -> Result<bool, FileError> {
     let mut first_flat: Option<FlatFile> = None;
     let mut differs = false;
-    for file in files.values() {
-        let flat = FlatFile::read(directory, &file.name, None)?;
+    for file in item.files.values() {
+        let flat = contents::read(directory, file, item.placements.as_ref())?;
         let mut leaves = flat.found.values();
         if leaves.any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
             return Ok(false);
@@ -175,14 +218,11 @@ fn do_differ(
                 Some((_, Leaf::Tensor(first_tensor, quantizer))),
                 Leaf::Tensor(second_tensor, second_quantizer),
             ) => {
-                let bytes = TensorBox::whole(&first_tensor.shape).numel() as u64
-                    * first_tensor.dtype.size_in_bytes();
                 (first_tensor.dtype, &first_tensor.shape)
                     == (second_tensor.dtype, &second_tensor.shape)
                     && is_same_quantizer(quantizer.as_ref(), second_quantizer.as_ref())
-                    && (bytes > SMALL_TENSOR_BYTES
-                        || read_elements(directory, first, key, first_tensor)?
-                            == read_elements(directory, second, key, second_tensor)?)
+                    && read_elements(directory, first, key, first_tensor)?
+                        == read_elements(directory, second, key, second_tensor)?
             }
             _ => false,
         };
@@ -193,28 +233,35 @@ fn do_differ(
     Ok(false)
 }
 
-/// Reads the elements of a tensor with this key.
+/// Reads the elements of a tensor with this key: of a large one the first, of each dimension some.
 fn read_elements(
     directory: &CheckedDirectory,
     flat: &FlatFile,
     key: &str,
     tensor: &TensorRef,
 ) -> Result<PlainTensor, FileError> {
+    let mut part = tensor.clone();
+    for dim in 0..part.shape.len() {
+        let bytes =
+            |shape: &[usize]| TensorBox::whole(shape).numel() as u64 * tensor.dtype.size_in_bytes();
+        while part.shape[dim] > 1 && bytes(&part.shape) > SMALL_TENSOR_BYTES {
+            part.shape[dim] /= 2;
+        }
+    }
+    part.layout.bounds = TensorBox::whole(&part.shape);
     let file = directory.file(&flat.name)?;
-    flat.load(&*file, tensor)
+    flat.load(&*file, &part)
         .map_err(|source| flat.error(source.of_key(key)))
 }
 
-/// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A
-/// larger one is taken for a copy, and compared before a conversion. The state of a generator of
-/// random numbers takes a few KiB.
+/// The most bytes of a tensor that are compared when a checkpoint is opened. The rest of a larger
+/// one is compared before a conversion. The state of a generator of random numbers takes a few KiB.
 const SMALL_TENSOR_BYTES: u64 = 1 << 20;
 
 /// Checks that all ranks of an item are there, and that no file is of another number of ranks.
 fn check_ranks(
     directory: &CheckedDirectory,
     files: &BTreeMap<usize, RankFile>,
-    world_size: Option<usize>,
 ) -> Result<(), FileError> {
     let (_, first_file) = files.first_key_value().expect("an item has a file");
     let (last_rank, last_file) = files.last_key_value().expect("an item has a file");
@@ -224,9 +271,7 @@ fn check_ranks(
     {
         return Err(two_saves(directory, first_file, &other_file.name));
     }
-    let world_size = world_size
-        .or(first_file.world_size)
-        .unwrap_or(last_rank + 1);
+    let world_size = first_file.world_size.unwrap_or(last_rank + 1);
     if *last_rank >= world_size {
         return Err(two_saves(directory, first_file, &last_file.name));
     }

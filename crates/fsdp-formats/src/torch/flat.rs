@@ -3,7 +3,8 @@
 //! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict
 //! with tensors. Other values are read when the file is opened, with the tensors that they hold.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -41,7 +42,7 @@ pub(crate) struct FlatFile {
 }
 
 /// The tensors and values of a file with their paths, by flat key.
-type Leaves = IndexMap<String, (KeyPath, Leaf)>;
+pub(crate) type Leaves = IndexMap<String, (KeyPath, Leaf)>;
 
 /// A tensor or value of a file.
 #[derive(Debug, Clone)]
@@ -83,6 +84,23 @@ impl FlatFile {
             warn!(%path, tensors = tensor_count, first = first_key, "some tensors have a class or attributes of their own in Python, which are not kept");
         }
         Ok(flat)
+    }
+
+    /// Makes the content of a file of another format, which is described as one of torch is. The
+    /// storages of its tensors are ranges of the file.
+    pub(crate) fn of_other_format(
+        directory: &CheckedDirectory,
+        name: &str,
+        (found, structure): (Leaves, Structure),
+        storages: HashMap<String, Range<u64>>,
+    ) -> Self {
+        FlatFile {
+            name: Arc::from(name),
+            path: directory.path().join(name),
+            found,
+            structure,
+            storages: Storages::Legacy(storages),
+        }
     }
 
     /// Makes the error of this file from the reason.

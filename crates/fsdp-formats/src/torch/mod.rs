@@ -5,7 +5,7 @@ pub(crate) mod flat;
 pub(crate) mod index;
 pub(crate) mod legacy;
 pub(crate) mod read;
-mod sharded;
+pub(crate) mod sharded;
 mod storages;
 pub(crate) mod tensor_ref;
 pub(crate) mod value;

@@ -305,18 +305,7 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
         placements.push(read_placement(walk, id)?);
     }
     check_order(walk, spec, &placements)?;
-    // A strided shard has a box for each block. Their number comes from the file, so it is limited.
-    // One without blocks is an error later, and must not hide the blocks of others.
-    let mut blocks = 1usize;
-    for placement in &placements {
-        if let Placement::StridedShard { split_factor, .. } = placement {
-            blocks = blocks.saturating_mul((*split_factor).max(1));
-        }
-    }
-    if blocks > MAX_PARTS {
-        let what = format!("a strided shard of more than {MAX_PARTS} blocks");
-        return Err(FormatError::unsupported(what));
-    }
+    let blocks = count_blocks(&placements)?;
     // Each placement may cut every block.
     walk.charge(state, "expanded size", (placements.len() * blocks) as u64)?;
     // The place of this rank in the mesh, from which its part of the tensor follows.
@@ -344,6 +333,38 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
         parts,
         ranks,
     })
+}
+
+/// Returns the number of blocks that strided shards are made of. A strided shard has a box for each
+/// block, and their number comes from a file, so too many are an error.
+fn count_blocks(placements: &[Placement]) -> Result<usize> {
+    // One without blocks is an error later, and must not hide the blocks of others.
+    let mut blocks = 1usize;
+    for placement in placements {
+        if let Placement::StridedShard { split_factor, .. } = placement {
+            blocks = blocks.saturating_mul((*split_factor).max(1));
+        }
+    }
+    if blocks > MAX_PARTS {
+        let what = format!("a strided shard of more than {MAX_PARTS} blocks");
+        return Err(FormatError::unsupported(what));
+    }
+    Ok(blocks)
+}
+
+/// Cuts a plain local tensor into the boxes of a whole tensor of this shape that a rank of a mesh
+/// holds by these placements. A local tensor that does not fit them is an error.
+pub(crate) fn cut_by_placements(
+    local: &TensorRef,
+    shape: &[usize],
+    placements: &[Placement],
+    mesh_shape: &[usize],
+    coordinate: &[usize],
+) -> Result<Vec<TensorRef>> {
+    count_blocks(placements)?;
+    let boxes =
+        boxes_of_placements(shape, placements, mesh_shape, coordinate).map_err(malformed)?;
+    cut_into_boxes(local, &boxes, shape)
 }
 
 /// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along

@@ -84,7 +84,7 @@ def __getattr__(name: str) -> str:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-Format = Literal["dcp", "safetensors", "hf", "hf-sharded", "torch"]
+Format = Literal["dcp", "safetensors", "hf", "hf-sharded", "torch", "torch-checkpointing"]
 """A format that can be written."""
 
 
@@ -291,7 +291,8 @@ def convert(
         source: A checkpoint of any format.
         destination: The path to write to. It must not exist, unless ``overwrite`` is set.
         to: The format to write.
-        world_size: The number of ranks of the destination, for ``dcp`` and ``hf-sharded``.
+        world_size: The number of ranks of the destination, for ``dcp``, ``hf-sharded`` and
+            ``torch-checkpointing``.
         max_shard_size: The largest size of a file, for ``hf``: a text such as ``"2GiB"``, or a number of bytes.
         include: A glob, or several. Only keys that match one of them are written.
         exclude: A glob, or several. Keys that match one of them are not written.
@@ -374,7 +375,8 @@ def merge(
         to: The format to write.
         weights: The weight of each checkpoint, in their order; by default all are equal. They are divided by their sum.
         lora: The directory of a LoRA adapter, as PEFT saves it.
-        world_size: The number of ranks of the destination, for ``dcp`` and ``hf-sharded``.
+        world_size: The number of ranks of the destination, for ``dcp``, ``hf-sharded`` and
+            ``torch-checkpointing``.
         max_shard_size: The largest size of a file, for ``hf``: a text such as ``"2GiB"``, or a number of bytes.
         include: A glob, or several. Only keys that match one of them are written.
         exclude: A glob, or several. Keys that match one of them are not written.

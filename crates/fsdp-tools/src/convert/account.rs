@@ -3,8 +3,7 @@
 
 use std::collections::HashSet;
 
-use fsdp_formats::checkpoint::{Change, Checkpoint};
-use fsdp_formats::internals::Structure;
+use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 
 use super::output::OutputFormat;
 use super::sidecars::CopiedSidecars;
@@ -56,7 +55,7 @@ pub(super) fn find_lost_containers(
 /// Returns descriptions of the containers of a structure that a format cannot express.
 fn describe_lost_containers(structure: &Structure, target: OutputFormat) -> Vec<String> {
     let mut containers = structure.modules();
-    if target != OutputFormat::Torch {
+    if !target.keeps_containers() {
         containers.extend(structure.describe_untold());
     }
     containers

@@ -26,6 +26,7 @@ mod to_dcp;
 mod to_rank_files;
 mod to_safetensors;
 mod to_torch;
+mod to_torch_checkpointing;
 mod view;
 
 use std::collections::{BTreeMap, HashSet};
@@ -145,6 +146,9 @@ pub fn convert(
             to_safetensors::write_shards(conversion, ranks.max(1))
         }
         OutputFormat::Torch => to_torch::write(conversion, &mut changes),
+        OutputFormat::TorchCheckpointing { ranks } => {
+            to_torch_checkpointing::write(conversion, ranks.max(1))
+        }
     }?;
 
     // Step 4: report it.
@@ -207,7 +211,7 @@ fn check_source(
     opaque: &[(String, String)],
     options: ConvertOptions<'_>,
 ) -> Result<(), FileError> {
-    if target != OutputFormat::Torch {
+    if !target.keeps_containers() {
         check_same_texts(source)?;
     }
     if let Some(plan) = options.tensor_parallel {
@@ -260,9 +264,9 @@ fn check_sizes(
     let opaque_keys: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     // Ranks share the elements.
     let rank_count = match target {
-        OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => {
-            ranks.max(1) as u64
-        }
+        OutputFormat::Dcp { ranks }
+        | OutputFormat::SafetensorsShards { ranks }
+        | OutputFormat::TorchCheckpointing { ranks } => ranks.max(1) as u64,
         _ => 1,
     };
     for (fqn, tensor) in source

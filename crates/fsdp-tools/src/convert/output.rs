@@ -42,13 +42,27 @@ pub enum OutputFormat {
     /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys'
     /// paths say.
     Torch,
+    /// A directory of `torch_checkpointing`: a file of `torch.save` for each item and rank, with the
+    /// rank's rows of all tensors, and `metadata.pkl`.
+    TorchCheckpointing {
+        /// The number of ranks.
+        ranks: usize,
+    },
 }
 
 impl OutputFormat {
+    /// Returns `true` for files of `torch.save`, which hold what flat keys cannot express.
+    pub(super) fn keeps_containers(self) -> bool {
+        matches!(
+            self,
+            OutputFormat::Torch | OutputFormat::TorchCheckpointing { .. }
+        )
+    }
+
     /// Returns `true` for formats whose tensors torch itself rebuilds, so that they have only
     /// dtypes of torch's.
     pub(super) fn is_of_torch(self) -> bool {
-        matches!(self, OutputFormat::Dcp { .. } | OutputFormat::Torch)
+        matches!(self, OutputFormat::Dcp { .. }) || self.keeps_containers()
     }
 }
 

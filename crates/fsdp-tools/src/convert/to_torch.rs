@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
+use fsdp_digest::BoxPlace;
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
-    ArchiveLayout, PlannedPayload, ROOT, check_depth, check_writable, pickle_write as write,
-    write_payloads, write_tensor, write_value,
+    ArchiveLayout, FileIntegrity, PlannedPayload, ROOT, check_depth, check_writable,
+    pickle_write as write, write_payloads, write_tensor, write_value, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::StagedFile;
@@ -15,8 +16,10 @@ use indexmap::IndexMap;
 
 use super::integer_keys::restore_integer_keys;
 use super::output::{
-    CheckpointPayloads, Conversion, commit_file, encode_error, saturating_bytes, unsupported,
+    CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, saturating_bytes,
+    unsupported,
 };
+use super::to_safetensors::Sums;
 
 /// A storage of the file to be written, which holds one tensor.
 struct PlannedStorage<'a> {
@@ -36,6 +39,10 @@ struct PickleWriter<'a> {
     metadata: &'a Metadata,
     /// The values, by flat key.
     values: &'a HashMap<String, PlainValue>,
+    /// The rank whose rows of each tensor the file holds, and the number of ranks. A tensor that
+    /// has no rows is whole.
+    rank: usize,
+    ranks: usize,
 }
 
 impl<'a> PickleWriter<'a> {
@@ -75,11 +82,12 @@ impl<'a> PickleWriter<'a> {
                 (Some(tensor), _) => {
                     let dtype = tensor.properties.dtype;
                     check_writable(dtype)?;
-                    write_tensor(&mut self.bytes, self.storages.len(), dtype, &tensor.shape);
+                    let bounds = rows_of_rank(&tensor.shape, self.rank, self.ranks);
+                    write_tensor(&mut self.bytes, self.storages.len(), dtype, &bounds.sizes);
                     self.storages.push(PlannedStorage {
                         name: fqn.clone(),
-                        bounds: TensorBox::whole(&tensor.shape),
-                        length_bytes: saturating_bytes(&tensor.shape, dtype),
+                        length_bytes: saturating_bytes(&bounds.sizes, dtype),
+                        bounds,
                         inner_tensor: None,
                     });
                 }
@@ -153,7 +161,7 @@ impl<'a> PickleWriter<'a> {
 
 /// Returns the structure to write: the source's own, or else that of its keys' paths. A key that
 /// has no place in it is an error.
-fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
+pub(super) fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     let metadata = source.metadata();
     let structure = match source.structure() {
         Some(structure) => structure.clone(),
@@ -171,6 +179,17 @@ fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     Ok(structure)
 }
 
+/// Reads all values of a checkpoint. Values are small, so all of them are held.
+pub(super) fn read_values(
+    source: &dyn Checkpoint,
+) -> Result<HashMap<String, PlainValue>, FileError> {
+    let mut values = HashMap::new();
+    for (fqn, _) in source.metadata().values() {
+        values.insert(fqn.to_owned(), source.read_value(fqn)?);
+    }
+    Ok(values)
+}
+
 /// Writes all of a checkpoint as one file of `torch.save`, and adds to `changes` what differs from
 /// the source. The file holds any value, so no file has to hold values beside it, and `None` is
 /// returned.
@@ -178,90 +197,159 @@ pub(super) fn write(
     conversion: Conversion<'_>,
     changes: &mut Vec<Change>,
 ) -> Result<Option<String>, FileError> {
-    let Conversion {
-        source,
-        staging,
-        options,
-        ..
-    } = conversion;
-    let mut structure = choose_structure(source)?;
-    // Values are small, so all of them are held.
-    let mut values = HashMap::new();
-    for (fqn, _) in source.metadata().values() {
-        values.insert(fqn.to_owned(), source.read_value(fqn)?);
-    }
+    let mut structure = choose_structure(conversion.source)?;
+    let values = read_values(conversion.source)?;
     // Where the types of keys are known, they stay as they are.
-    if source.structure().is_none() {
+    if conversion.source.structure().is_none() {
         let restored = restore_integer_keys(&mut structure, &values);
         let what = "of optimizer state became the integer that `param_groups` has";
         changes.extend(Change::new("key", what, restored));
     }
-    // Make the pickle first: it numbers the storages, which determines their places.
-    let mut pickle = PickleWriter {
-        bytes: Vec::new(),
-        storages: Vec::new(),
-        metadata: source.metadata(),
-        values: &values,
-    };
-    write::proto(&mut pickle.bytes, 2);
-    pickle
-        .write_structure(&structure, 0)
-        .map_err(|source| encode_error("data.pkl", source))?;
-    pickle.bytes.push(write::STOP);
-    let mut lengths = Vec::with_capacity(pickle.storages.len());
-    let mut inner_tensors = IndexMap::new();
-    for storage in &pickle.storages {
-        lengths.push(storage.length_bytes);
-        if let Some(tensor) = storage.inner_tensor {
-            inner_tensors.insert(storage.name.clone(), tensor);
-        }
-    }
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
     // so such a file has the usual root.
-    let stem = staging
+    let stem = conversion
+        .staging
         .target()
         .file_stem()
         .and_then(|stem| stem.to_str())
         .filter(|stem| ![".", ".."].contains(stem));
-    let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
-    let layout = ArchiveLayout::new(&root, pickle.bytes, &lengths);
-
-    let source_payloads = CheckpointPayloads {
-        source,
-        options,
-        inner_tensors: &inner_tensors,
+    let archive = Archive {
+        root: &stem.unwrap_or(ROOT).replace(['/', '\\'], "_"),
+        structure: &structure,
+        values: &values,
+        rank: 0,
+        ranks: 1,
     };
-    let payloads: Vec<PlannedPayload<'_>> = pickle
-        .storages
-        .iter()
-        .enumerate()
-        .map(|(index, storage)| PlannedPayload {
-            fqn: &storage.name,
-            bounds: &storage.bounds,
-            offset: layout.storage_offset(index),
-            length: storage.length_bytes,
-            // The format has no place for digests.
-            place: None,
-        })
-        .collect();
-    let file = staging.create_single(layout.length())?;
-    // The header before a storage contains its checksum, so it is written after the storage.
-    let written = write_payloads(
-        &*file,
-        &payloads,
-        &source_payloads,
-        options.thread_count(),
-        Some(&|index, crc| write_header(&*file, &layout, index, crc)),
-    )?;
-    let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
-    if crcs.is_empty() {
-        // Without storages, nothing has written the head of the archive.
-        write_header(&*file, &layout, 0, 0)?;
-    }
-    file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;
-    file.finish()?;
-    commit_file(staging, None)?;
+    archive.write(&conversion, None, &mut Sums::new())?;
+    commit_file(conversion.staging, None)?;
     Ok(None)
+}
+
+/// A file of `torch.save` to be written.
+pub(super) struct Archive<'a> {
+    /// The name of its root.
+    pub(super) root: &'a str,
+    pub(super) structure: &'a Structure,
+    /// All values, by flat key.
+    pub(super) values: &'a HashMap<String, PlainValue>,
+    /// The rank whose rows of each tensor it holds, and the number of ranks.
+    pub(super) rank: usize,
+    pub(super) ranks: usize,
+}
+
+impl Archive<'_> {
+    /// Writes the file of this name, or the only file of a conversion if `name` is `None`. Adds to
+    /// the sums over the tensors, and returns the file's hashes.
+    pub(super) fn write(
+        &self,
+        conversion: &Conversion<'_>,
+        name: Option<&str>,
+        sums: &mut Sums,
+    ) -> Result<FileIntegrity, FileError> {
+        let Conversion {
+            source,
+            staging,
+            options,
+            ..
+        } = conversion;
+        // Make the pickle first: it numbers the storages, which determines their places.
+        let mut pickle = PickleWriter {
+            bytes: Vec::new(),
+            storages: Vec::new(),
+            metadata: source.metadata(),
+            values: self.values,
+            rank: self.rank,
+            ranks: self.ranks,
+        };
+        write::proto(&mut pickle.bytes, 2);
+        pickle
+            .write_structure(self.structure, 0)
+            .map_err(|source| encode_error("data.pkl", source))?;
+        pickle.bytes.push(write::STOP);
+        let mut lengths = Vec::with_capacity(pickle.storages.len());
+        let mut inner_tensors = IndexMap::new();
+        let mut places = Vec::with_capacity(pickle.storages.len());
+        for storage in &pickle.storages {
+            lengths.push(storage.length_bytes);
+            if let Some(tensor) = storage.inner_tensor {
+                inner_tensors.insert(storage.name.clone(), tensor);
+            }
+            places.push(self.find_place(*source, storage)?);
+        }
+        let layout = ArchiveLayout::new(self.root, pickle.bytes, &lengths);
+        let source_payloads = CheckpointPayloads {
+            source: *source,
+            options: *options,
+            inner_tensors: &inner_tensors,
+        };
+        let payloads: Vec<PlannedPayload<'_>> = pickle
+            .storages
+            .iter()
+            .zip(&places)
+            .enumerate()
+            .map(|(index, (storage, place))| PlannedPayload {
+                fqn: &storage.name,
+                bounds: &storage.bounds,
+                offset: layout.storage_offset(index),
+                length: storage.length_bytes,
+                place: place.as_ref(),
+            })
+            .collect();
+        let file = match name {
+            Some(name) => staging.create(name, layout.length())?,
+            None => staging.create_single(layout.length())?,
+        };
+        // The header before a storage contains its checksum, so it is written after the storage.
+        let written = write_payloads(
+            &*file,
+            &payloads,
+            &source_payloads,
+            options.thread_count(),
+            Some(&|index, crc| write_header(&*file, &layout, index, crc)),
+        )?;
+        let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
+        if crcs.is_empty() {
+            // Without storages, nothing has written the head of the archive.
+            write_header(&*file, &layout, 0, 0)?;
+        }
+        let tail = layout.tail(&crcs);
+        file.write_at(layout.tail_offset(), &tail)?;
+        file.finish()?;
+        // Each storage is a segment of its own, so that reading one checks little else.
+        let mut integrity = FileIntegrity::default();
+        integrity.push_bytes(&layout.head(crcs.first().copied().unwrap_or_default()));
+        for (index, (payload, written)) in payloads.iter().zip(written).enumerate() {
+            if index > 0 {
+                integrity.push_bytes(&layout.storage_header(index, written.crc));
+            }
+            integrity.push(payload.length, payload.block_length(), written.hashes);
+            if payload.place.is_some() {
+                sums.entry(payload.fqn.to_owned())
+                    .or_default()
+                    .add(written.sum);
+            }
+        }
+        integrity.push_bytes(&tail);
+        Ok(integrity)
+    }
+
+    /// Returns the position of a storage's elements in their tensor; `None` for what is not summed:
+    /// a tensor inside a value, and one that the first rank's file has whole.
+    fn find_place(
+        &self,
+        source: &dyn Checkpoint,
+        storage: &PlannedStorage<'_>,
+    ) -> Result<Option<BoxPlace>, FileError> {
+        let tensor = source.metadata().tensor(&storage.name);
+        let Some(tensor) = tensor.filter(|tensor| self.rank == 0 || !tensor.shape.is_empty())
+        else {
+            return Ok(None);
+        };
+        let element_bytes = tensor.properties.dtype.size_in_bytes() as usize;
+        BoxPlace::new(&tensor.shape, &storage.bounds, element_bytes)
+            .map(Some)
+            .map_err(|error| wrong_box(&storage.name, &error))
+    }
 }
 
 /// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is

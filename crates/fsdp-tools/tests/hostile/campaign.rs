@@ -67,6 +67,8 @@ fn checkpoints() -> Vec<(PathBuf, bool)> {
     all.push((fixtures().join("variants_ws2/threads2"), false));
     all.extend(
         [
+            "torch_checkpointing/kinds",
+            "torch_checkpointing/boxes",
             "opaque_tensors/int8",
             "opaque_tensors/conj",
             "mcore",
@@ -98,6 +100,11 @@ fn written(parent: &Path) -> Vec<(PathBuf, bool)> {
             false,
         ),
         ("dcp", OutputFormat::Dcp { ranks: 3 }, false),
+        (
+            "checkpointing",
+            OutputFormat::TorchCheckpointing { ranks: 2 },
+            false,
+        ),
     ];
     let written = targets.map(|(name, target, has_checksums)| {
         // A file has its values beside it.

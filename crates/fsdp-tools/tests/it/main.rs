@@ -34,6 +34,7 @@ mod sound;
 mod state;
 mod structure;
 mod tensor_parallel;
+mod torch_checkpointing;
 #[path = "../../../fsdp-formats/tests/common/truth.rs"]
 mod truth;
 mod verify;

@@ -16,7 +16,7 @@ const MAX_ATTEMPTS: u32 = 16;
 
 /// Reads a text of JSON, in which a number may be one of Python's words. Any other text is the
 /// error of the JSON reader.
-pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
+pub(crate) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
     let error = match serde_json::from_slice(text) {
         Ok(value) => return Ok(into_plain(value, None, &mut 0)),
         Err(error) => error,
