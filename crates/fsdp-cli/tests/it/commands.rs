@@ -710,7 +710,7 @@ fn usage_errors_write_nothing() {
 /// was left.
 #[test]
 fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_absent() {
-    for to in ["dcp", "safetensors", "hf", "torch"] {
+    for to in ["dcp", "safetensors", "hf", "torch", "torch-checkpointing"] {
         let directory = tempfile::tempdir().unwrap();
         let (source, destination) = (
             place(&directory, "source"),
@@ -831,7 +831,14 @@ fn every_dtype_goes_through_every_command() {
         fsdp(&["verify", &source, "--level", "deep"])
             .assert()
             .success();
-        for to in ["dcp", "safetensors", "hf", "hf-sharded", "torch"] {
+        for to in [
+            "dcp",
+            "safetensors",
+            "hf",
+            "hf-sharded",
+            "torch",
+            "torch-checkpointing",
+        ] {
             let destination = place(&directory, to);
             let convert = ["convert", &source, &destination, "--to", to, "--overwrite"];
             let written = json(&convert);

@@ -155,7 +155,9 @@ impl ArchiveLayout {
     pub fn new(root: &str, pickle: Vec<u8>, storages: &[u64]) -> Self {
         let small_records = [
             ("data.pkl", pickle),
-            (".format_version", b"1".to_vec()),
+            // From version 1 on, torch may compute where the storages are, as its own writer places
+            // them: it has a descriptor behind each, and other paddings.
+            (".format_version", b"0".to_vec()),
             (
                 ".storage_alignment",
                 STORAGE_ALIGNMENT.to_string().into_bytes(),

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! header  <root>/data.pkl           a pickle, protocol 2
-//! header  <root>/.format_version    "1"
+//! header  <root>/.format_version    "0": the places of storages are those in the directory only
 //! header  <root>/.storage_alignment "64"
 //! header  <root>/byteorder          "little"
 //! header  <root>/version            "3\n"
