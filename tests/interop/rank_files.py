@@ -20,6 +20,7 @@ from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, RawSerialization, SafetensorsSerialization, TorchSerialization
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+from torch.utils.serialization.config import load as load_config
 
 warnings.filterwarnings("ignore")
 
@@ -141,9 +142,9 @@ def run(world, work, job):
 
 def check_places(file):
     """torch may compute where storages are instead of looking it up: both must be the same bytes."""
-    torch.utils.serialization.config.load.calculate_storage_offsets = True
+    load_config.calculate_storage_offsets = True
     computed = torch.load(file, weights_only=True, mmap=True)
-    torch.utils.serialization.config.load.calculate_storage_offsets = False
+    load_config.calculate_storage_offsets = False
     check(f"the places of storages in {file}", same(computed, torch.load(file, weights_only=True)))
 
 

@@ -384,6 +384,10 @@ impl Assembler {
             stored: StorageInfo::new(&**file, 0, 0),
         });
         let replicas: Vec<Replica> = replicas.collect();
+        for replica in &replicas {
+            let file = &replica.stored.relative_path;
+            self.checkpoint.directory.note_copies(file);
+        }
         metadata.replicas.extend(replicas);
     }
 

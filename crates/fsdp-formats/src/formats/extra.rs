@@ -68,6 +68,7 @@ impl ExtraFiles {
             if is_own(&name)
                 || name == CLAIM_FILE
                 || stored.contains(name.as_str())
+                || directory.holds_copies(&name)
                 || hashed_file.is_some_and(|file| stored.contains(file))
             {
                 continue;

@@ -142,10 +142,13 @@ fn add_other_items<'p>(
     Ok(())
 }
 
-/// Returns `true` if a file has the same names before and behind the rank as the others of an item.
+/// Returns `true` if a file has the same names before and behind the rank as the others of an item,
+/// which are all alike.
 fn is_like(files: &BTreeMap<usize, RankFile>, file: &RankFile) -> bool {
     let mut others = files.values();
-    others.all(|other| other.name_of_rank(file.rank) == file.name)
+    others
+        .next()
+        .is_none_or(|other| other.name_of_rank(file.rank) == file.name)
 }
 
 /// Adds a file without a rank as an item. Where there are several ranks, raw bytes are taken for

@@ -11,7 +11,7 @@
 //! LAYOUT  {file_path, serialization_format: {type}}, or None for ITEM_RANK.pt
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use fsdp_layout::{DType, Placement, PlainValue, TensorBox};
 
@@ -46,7 +46,7 @@ pub(super) struct Described {
     pub(super) items: BTreeMap<String, DescribedItem>,
 }
 
-/// What the file tells of one item.
+/// One item, as the file describes it.
 #[derive(Debug, Default)]
 pub(super) struct DescribedItem {
     /// The file of each rank, where it does not have the usual name.
@@ -188,6 +188,7 @@ impl Placements {
         let mut tensor = PlacedTensor {
             keys,
             groups: Vec::new(),
+            group_of_rank: HashMap::new(),
         };
         for group in items_of(groups)? {
             match read_group(group).map_err(|error| error.of_key(&key))? {
@@ -196,6 +197,12 @@ impl Placements {
                     tensor.groups.clear();
                     break;
                 }
+            }
+        }
+        if tensor.groups.len() > 1 {
+            for (index, group) in tensor.groups.iter().enumerate() {
+                let ranks = group.ranks.iter().map(|rank| (*rank, index));
+                tensor.group_of_rank.extend(ranks);
             }
         }
         self.0.insert(key, tensor);

@@ -16,7 +16,7 @@ use crate::torch::tensor_ref::TensorRef;
 #[derive(Debug, Default)]
 pub(super) struct Placements(pub(super) HashMap<String, PlacedTensor>);
 
-/// What is known of one tensor.
+/// The description of one tensor.
 #[derive(Debug)]
 pub(super) struct PlacedTensor {
     /// The parts of its key: texts and numbers.
@@ -24,6 +24,8 @@ pub(super) struct PlacedTensor {
     /// How ranks hold it; none if that is not known. Ranks that hold it in the same way are
     /// together.
     pub(super) groups: Vec<RankGroup>,
+    /// The group of each rank, if there are several groups.
+    pub(super) group_of_rank: HashMap<usize, usize>,
 }
 
 /// Ranks that hold a tensor in the same way.
@@ -110,11 +112,11 @@ impl PlacedTensor {
         if self.groups.is_empty() {
             return Ok(None);
         }
-        let group = self
-            .groups
-            .iter()
-            .find(|group| group.ranks.binary_search(&rank).is_ok())
-            .ok_or_else(|| misplaced(format!("it has no place for the tensor of rank {rank}")))?;
+        let group = match &self.groups[..] {
+            [group] => group.ranks.binary_search(&rank).is_ok().then_some(group),
+            groups => self.group_of_rank.get(&rank).map(|index| &groups[*index]),
+        }
+        .ok_or_else(|| misplaced(format!("it has no place for the tensor of rank {rank}")))?;
         if tensor.dtype != group.dtype {
             let expected = format!("a tensor of dtype `{}`", group.dtype);
             return Err(FormatError::unexpected(

@@ -7,6 +7,7 @@ use super::listing::{count_complete, list_files, may_hold_tensors, ranks_by_item
 use super::metadata::{Described, METADATA};
 use super::names::{FileKind, RankFile};
 use crate::error::FileError;
+use crate::formats::extra::is_beside_items;
 use crate::limits::MAX_PICKLE_BYTES;
 use crate::safetensors::header::Header;
 use crate::storage::backend::Links;
@@ -61,6 +62,10 @@ pub(crate) fn is_bare(location: &Location, names: &[String]) -> Result<bool, Fil
     if has_torch && complete_count > 1 && !has_others {
         return Ok(paths.iter().any(|path| is_of_state(path)));
     }
+    // One rank may have given some items names without a number.
+    if has_torch && world_size == 1 && complete_count == items.len() && has_whole_state(&paths) {
+        return Ok(true);
+    }
     let directory = CheckedDirectory::open(location, false, Links::Follow)?;
     let mut files = paths.iter().filter_map(|path| RankFile::parse_path(path));
     match files.find(|file| may_hold_tensors(file.kind)) {
@@ -71,6 +76,17 @@ pub(crate) fn is_bare(location: &Location, names: &[String]) -> Result<bool, Fil
         }
         None => Ok(false),
     }
+}
+
+/// Returns `true` if a model or an optimizer is among files without numbers, and no configuration,
+/// which Hugging Face's libraries have beside a model.
+fn has_whole_state(paths: &[String]) -> bool {
+    let mut paths_without_rank = paths
+        .iter()
+        .filter(|path| RankFile::parse_path(path).is_none());
+    paths_without_rank.any(|path| {
+        is_of_state(path) && may_hold_tensors(FileKind::of_name(path)) && !is_beside_items(path)
+    }) && !paths.iter().any(|path| path == "config.json")
 }
 
 /// Returns those of the names in a directory that are files of ranks: all items of a model or an

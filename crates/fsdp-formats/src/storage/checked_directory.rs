@@ -1,7 +1,7 @@
 //! The files of a checkpoint: opened safely, counted, and checked where an integrity file covers
 //! them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -29,6 +29,8 @@ pub struct CheckedDirectory {
     /// The content of the integrity file.
     integrity: Option<Integrity>,
     files: Mutex<HashMap<String, Arc<CheckedFile>>>,
+    /// The entries with files that hold nothing but copies.
+    copies: HashSet<String>,
     bytes_read: Arc<AtomicU64>,
 }
 
@@ -40,6 +42,7 @@ impl CheckedDirectory {
             directory: location.storage()?.open(links)?,
             integrity: None,
             files: Mutex::default(),
+            copies: HashSet::new(),
             bytes_read: Arc::default(),
         };
         if verify {
@@ -218,6 +221,18 @@ impl CheckedDirectory {
             Err(error) if error.is_absence() => Ok(false),
             file => file.map(|_| true),
         }
+    }
+
+    /// Notes that a file is one of the checkpoint's own, though it holds nothing but copies of what
+    /// others have.
+    pub(crate) fn note_copies(&mut self, relative: &str) {
+        let entry = relative.split('/').next().unwrap_or(relative);
+        self.copies.insert(entry.to_owned());
+    }
+
+    /// Returns `true` for a file that holds copies only, and for a folder with such files.
+    pub(crate) fn holds_copies(&self, name: &str) -> bool {
+        self.copies.contains(name)
     }
 
     /// Returns the names of the entries directly in it, sorted; those that are not UTF-8 are left

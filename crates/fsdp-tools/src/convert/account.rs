@@ -3,16 +3,15 @@
 
 use std::collections::HashSet;
 
+use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 
 use super::output::OutputFormat;
 use super::sidecars::CopiedSidecars;
+use super::{to_torch, to_torch_checkpointing};
 
 /// Returns what was changed by the views of the source, by its writer (`written`). Elements must have been written before, because some changes are found then.
-pub(super) fn list_changes(
-    source: &dyn Checkpoint,
-    written: Vec<Change>,
-) -> Vec<Change> {
+pub(super) fn list_changes(source: &dyn Checkpoint, written: Vec<Change>) -> Vec<Change> {
     let mut changes = [source.changes(), written].concat();
     // No format that is written knows that two keys may have the same elements.
     let mut shared = Vec::new();
@@ -34,11 +33,11 @@ pub(super) fn find_lost_containers(
     source: &dyn Checkpoint,
     target: OutputFormat,
     sidecars: &CopiedSidecars,
-) -> Vec<String> {
-    let Some(structure) = source.structure() else {
-        return Vec::new();
-    };
-    let mut containers = describe_lost_containers(structure, target);
+) -> Result<Vec<String>, FileError> {
+    let mut containers = Vec::new();
+    if let Some(structure) = source.structure() {
+        containers = describe_lost_containers(structure, target);
+    }
     for part in source.parts() {
         if sidecars.files.iter().any(|file| file == part.path)
             && let Some(structure) = part.checkpoint.structure()
@@ -49,7 +48,12 @@ pub(super) fn find_lost_containers(
             containers.retain(|container| !copied.contains(container));
         }
     }
-    containers
+    if matches!(target, OutputFormat::TorchCheckpointing { .. })
+        && !to_torch_checkpointing::has_items(source, &to_torch::choose_structure(source)?)
+    {
+        containers.push("the root: it is the item `model`, so keys begin with `model.`".to_owned());
+    }
+    Ok(containers)
 }
 
 /// Returns descriptions of the containers of a structure that a format cannot express.

@@ -155,7 +155,7 @@ pub fn convert(
     let mut converted = Converted {
         quantized,
         dropped: unwritable,
-        containers: find_lost_containers(source, target, &sidecars),
+        containers: find_lost_containers(source, target, &sidecars)?,
         copied: copied_files.directories.into_keys().collect(),
         left_behind,
         ..Converted::default()

@@ -42,8 +42,8 @@ pub enum OutputFormat {
     /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys'
     /// paths say.
     Torch,
-    /// A directory of `torch_checkpointing`: a file of `torch.save` for each item and rank, with the
-    /// rank's rows of all tensors, and `metadata.pkl`.
+    /// A directory of `torch_checkpointing`: a file of `torch.save` for each item and rank, with
+    /// the rank's rows of all tensors, and `metadata.pkl`.
     TorchCheckpointing {
         /// The number of ranks.
         ranks: usize,

@@ -1,6 +1,6 @@
-//! Writing a directory of `torch_checkpointing`: for each item and rank a file of `torch.save`, with
-//! the rank's rows of the tensors and all values, and `metadata.pkl`, which tells how the tensors
-//! are cut. The library reads it on any number of ranks, through a resharder.
+//! Writing a directory of `torch_checkpointing`: for each item and rank a file of `torch.save`,
+//! with the rank's rows of the tensors and all values, and `metadata.pkl`, which tells how the
+//! tensors are cut. The library reads it on any number of ranks, through a resharder.
 
 use std::collections::HashMap;
 
@@ -32,7 +32,7 @@ const MAX_LISTED_RANKS: usize = 1 << 24;
 struct Item<'s> {
     name: &'s str,
     structure: &'s Structure,
-    /// What each rank has, if the item is another one on each; else none.
+    /// The states of the ranks, if the item is another one on each; else none.
     by_rank: Vec<&'s Structure>,
 }
 
@@ -67,8 +67,8 @@ pub(super) fn write(conversion: Conversion<'_>, ranks: usize) -> Result<Option<S
     let digests = digests(source, &values, &sums);
     let staging = conversion.staging;
     check_copy(staging.target(), source.digests(), &digests)?;
-    // Where the states of ranks are in files of their own, a reader may find that they are the same,
-    // and give them other keys than these digests have.
+    // Where the states of ranks are in files of their own, a reader may find that they are the
+    // same, and give them other keys than these digests have.
     if items.iter().all(|item| item.by_rank.is_empty()) {
         integrity.digests = Some(match &items[..] {
             [item] if std::ptr::eq(item.structure, &structure) => digests
@@ -98,10 +98,7 @@ fn split_into_items<'s>(
     ranks: usize,
 ) -> Vec<Item<'s>> {
     if let Structure::Dict(entries) = structure
-        && !entries.is_empty()
-        && entries
-            .iter()
-            .all(|(key, entry)| is_item_name(key) && !is_tensor(source, entry))
+        && has_items(source, structure)
     {
         return entries
             .iter()
@@ -119,6 +116,15 @@ fn split_into_items<'s>(
         structure,
         by_rank: Vec::new(),
     }]
+}
+
+/// Returns `true` if the entries of the outermost dict can be items.
+pub(super) fn has_items(source: &dyn Checkpoint, structure: &Structure) -> bool {
+    let Structure::Dict(entries) = structure else {
+        return false;
+    };
+    let mut entries = entries.iter();
+    entries.len() > 0 && entries.all(|(key, entry)| is_item_name(key) && !is_tensor(source, entry))
 }
 
 /// Returns `true` for a key that the library takes as the name of an item.

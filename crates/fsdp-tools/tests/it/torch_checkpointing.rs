@@ -8,7 +8,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, check_replaceable, list_steps};
 use fsdp_formats::internals::encode_value;
 use fsdp_layout::{PlainValue, TensorBox, with_causes};
-use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
@@ -59,11 +59,14 @@ fn every_layout_holds_what_the_library_saved() {
         assert_converts(&*source);
         // Every file is one of the checkpoint's own, so it can be replaced, and nothing is left
         // behind.
-        assert_eq!(
-            ExtraFiles::find(&*source).unwrap(),
-            ExtraFiles::default(),
-            "{name}"
-        );
+        let view = View::new(&*source, |_| Rename::Keep, None).unwrap();
+        for checkpoint in [&*source, &view] {
+            assert_eq!(
+                ExtraFiles::find(checkpoint).unwrap(),
+                ExtraFiles::default(),
+                "{name}"
+            );
+        }
         check_replaceable(&layout(name).as_path().into()).unwrap();
     }
 }
@@ -165,6 +168,19 @@ fn one_ranks_file_is_not_taken_for_a_whole_checkpoint() {
         .unwrap();
     }
     assert_eq!(list_steps(run.path()).unwrap().len(), 2);
+}
+
+#[test]
+fn safetensors_of_one_rank_are_not_taken_for_a_model_of_hugging_face() {
+    let (_parent, path) = copied("single_safetensors");
+    fs::remove_file(path.join("metadata.pkl")).unwrap();
+    let source = opened(&path);
+    assert_eq!(source.format(), Format::TorchCheckpointing);
+    assert!(source.metadata().tensor("model.weight").is_some());
+    assert_eq!(
+        source.read_value("trainer.step").unwrap(),
+        PlainValue::Int(7)
+    );
 }
 
 #[test]
