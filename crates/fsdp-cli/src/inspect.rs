@@ -296,8 +296,8 @@ fn stored_bytes(entry: &Entry) -> u64 {
     lengths.into_iter().fold(0, u64::saturating_add)
 }
 
-/// Returns the step at which a checkpoint was saved; `None` if neither a usual key nor the lineage has
-/// it. One that is damaged does not keep the rest from being shown: `verify` is for damage.
+/// Returns the step at which a checkpoint was saved; `None` if neither a usual key nor the lineage
+/// has it. One that is damaged does not keep the rest from being shown: `verify` is for damage.
 fn find_step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
     let by_key = STEPS.iter().find_map(|key| {

@@ -198,8 +198,8 @@ fn open_directory(
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
 }
 
-/// Returns the description, for an error, of a directory with files of `torch.save` whose names tell
-/// no format; `None` if there are none, or it is one of DCP's.
+/// Returns the description, for an error, of a directory with files of `torch.save` whose names
+/// tell no format; `None` if there are none, or it is one of DCP's.
 fn unknown_torch_files(names: &[String]) -> Option<String> {
     let is_of_torch = |name: &&String| {
         let mut endings = [".pt", ".pth", ".bin", ".ckpt"].iter();

@@ -40,8 +40,8 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
         && location.join(PARAMETERS_DIRECTORY).storage()?.kind()? == Some(EntryKind::Directory))
 }
 
-/// Returns the files of the parameters in such a directory, relative to it. DeepSpeed needs the copies
-/// too, which are not read here.
+/// Returns the files of the parameters in such a directory, relative to it. DeepSpeed needs the
+/// copies too, which are not read here.
 pub fn parameter_files(location: &Location) -> Result<Vec<String>, FileError> {
     let parameters_directory = location.join(PARAMETERS_DIRECTORY);
     let mut files = Vec::new();
@@ -174,7 +174,7 @@ fn add_optimizer(assembler: &mut Assembler) -> Result<(), FileError> {
 struct Parameter<'p> {
     name: &'p str,
     files: Vec<String>,
-    /// The shape that the model states list, if they list the parameter among those that are trained.
+    /// The shape that the model states list, if they list the parameter among the trained ones.
     shape: Option<&'p [usize]>,
     /// The names that share it.
     aliases: &'p [&'p str],

@@ -1,4 +1,4 @@
-//! What the files of model states hold of the model itself: frozen parameters, buffers, and all else
+//! The model's own state in the files of model states: frozen parameters, buffers, and all else
 //! that no optimizer has.
 
 use std::collections::{HashMap, HashSet};
@@ -74,8 +74,8 @@ impl ModelFiles {
         Ok(())
     }
 
-    /// Adds the frozen parameters that `model` lists, also under the names of those that share their
-    /// elements. ZeRO 1 lists none.
+    /// Adds the frozen parameters that `model` lists, also under the names of those that share
+    /// their elements. ZeRO 1 lists none.
     fn add_frozen(&self, assembler: &mut Assembler, model: &FlatFile) -> Result<(), FileError> {
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
         for (alias, stored_name) in shared_parameters(model) {

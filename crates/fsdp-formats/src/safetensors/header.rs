@@ -115,8 +115,8 @@ fn check_header_length(length: u64) -> Result<(), BeyondLimit> {
     check_limit("safetensors header length", length, limit)
 }
 
-/// Returns `true` if a tensor is stored as its bytes, because safetensors has no name for its dtype,
-/// or because its shape has no dimension along which packed numbers could be counted.
+/// Returns `true` if a tensor is stored as its bytes, because safetensors has no name for its
+/// dtype, or because its shape has no dimension along which packed numbers could be counted.
 #[must_use]
 pub fn is_stored_as_bytes(dtype: DType, rank: usize) -> bool {
     dtype.safetensors_name().is_none() || (dtype.packing().is_some() && rank == 0)

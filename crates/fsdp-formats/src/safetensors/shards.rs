@@ -59,7 +59,8 @@ impl ShardFiles {
     }
 
     /// Returns the names of files that the others tell of: of ranks before the last one, and of
-    /// numbers of which no rank has a file. This is lazy, because the numbers may be absurdly large.
+    /// numbers of which no rank has a file. This is lazy, because the numbers may be absurdly
+    /// large.
     pub(super) fn missing(&self) -> impl Iterator<Item = String> {
         let last_rank = self.0.iter().map(|file| file.rank).max().unwrap_or(0);
         let count = self.0.iter().map(|file| file.count).max().unwrap_or(0);
@@ -77,8 +78,8 @@ impl ShardFiles {
         of_ranks.chain(of_numbers)
     }
 
-    /// Returns the names of files with the same number as the file `name` that other ranks have not:
-    /// one of them may hold what is missing of a tensor in that file.
+    /// Returns the names of files with the same number as the file `name` that other ranks have
+    /// not: one of them may hold what is missing of a tensor in that file.
     pub(super) fn missing_beside(&self, name: &str) -> Vec<String> {
         let Some(file) = ShardFile::parse(name) else {
             return Vec::new();

@@ -254,8 +254,8 @@ fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
     Err(unsupported(&fqn, what))
 }
 
-/// Refuses tensors of dtypes that the format has not, and tensors with vastly more elements than are
-/// stored, before any plan or file becomes as large as they are.
+/// Refuses tensors of dtypes that the format has not, and tensors with vastly more elements than
+/// are stored, before any plan or file becomes as large as they are.
 fn check_sizes(
     source: &dyn Checkpoint,
     target: OutputFormat,

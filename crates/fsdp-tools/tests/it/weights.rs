@@ -191,8 +191,8 @@ fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_cop
     }
 }
 
-/// Writes files of torch's `HuggingFaceStorageWriter`, each with a tensor of two rows that begins at
-/// a row: its name, that of the tensor, and the row.
+/// Writes files of torch's `HuggingFaceStorageWriter`, each with a tensor of two rows that begins
+/// at a row: its name, that of the tensor, and the row.
 fn write_shards(directory: &Path, files: &[(&str, &str, usize)]) {
     for (file, key, row) in files {
         let note = format!(r#"{{"{key}": {{"saved_offsets": [{row}]}}}}"#);
