@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::lay_out_tensor;
+use fsdp_formats::internals::{Header, lay_out_tensor};
 use fsdp_formats::metadata::{
     Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
@@ -21,6 +21,7 @@ use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 use fsdp_tools::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
+use indexmap::IndexMap;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -255,4 +256,29 @@ fn an_item_beyond_4_gib_is_read_by_range() {
     opened.read_box("large", &first, &mut zeros).unwrap();
     assert!(zeros.iter().all(|&byte| byte == 0));
     assert!(peak_bytes() - live <= 64 << 20);
+}
+
+/// Descriptions of boxes are what takes memory when there are many of them.
+#[test]
+fn each_of_many_small_boxes_takes_little_memory() {
+    const TENSORS: usize = 10_000;
+    const ROWS: usize = 4;
+    const MOST_BYTES_OF_BOX: usize = 3 << 10;
+    let parent = tempfile::tempdir().unwrap();
+    let source = parent.path().join("source.safetensors");
+    let names: Vec<String> = (0..TENSORS)
+        .map(|index| format!("model.layers.{index}.mlp.weight"))
+        .collect();
+    let shape = [ROWS, 2];
+    let tensors = names
+        .iter()
+        .map(|name| (name.as_str(), DType::F32, &shape[..]));
+    let header = Header::encode(&IndexMap::new(), tensors).unwrap();
+    let elements = vec![0; TENSORS * ROWS * 2 * 4];
+    std::fs::write(&source, [header, elements].concat()).unwrap();
+    let to = parent.path().join("to");
+    let target = OutputFormat::Dcp { ranks: 64 };
+    let peak = measure(&source, &to, target, None);
+    let bytes_of_box = peak / (TENSORS * ROWS);
+    assert!(bytes_of_box <= MOST_BYTES_OF_BOX, "{bytes_of_box} bytes");
 }

@@ -6,7 +6,9 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::finish_copy;
 use fsdp_formats::metadata::Entry;
-use fsdp_formats::plan::{Deduplicate, LocalPlan, WriteContent, WriteItem, plan_save};
+use fsdp_formats::plan::{
+    Deduplicate, HeldBox, LocalPlan, Offer, WriteContent, WriteItem, plan_offers,
+};
 use fsdp_formats::writer::{
     RankItems, RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank,
 };
@@ -25,8 +27,18 @@ pub(super) fn write(
     let source = conversion.source;
     let staging = &conversion.staging;
     let opaque_keys: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
-    let plans = make_plans(source, ranks, &opaque_keys)?;
-    let mut global_plan = plan_save(&plans, Deduplicate::default())?;
+    // Ranks differ in their boxes only, so one schema stands for all of their plans.
+    let schema = make_schema(source, &opaque_keys)?;
+    let offers = (0..ranks).map(|rank| Offer {
+        schema: 0,
+        boxes: boxes_of_rank(&schema, rank, ranks),
+    });
+    let mut global_plan = plan_offers(
+        std::slice::from_ref(&schema),
+        offers.collect(),
+        &(0..ranks).collect::<Vec<_>>(),
+        Deduplicate::default(),
+    )?;
     // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
     // dropped.
     match &source.metadata().planner_data {
@@ -44,10 +56,12 @@ pub(super) fn write(
     };
     // The ranks write one after the other; the threads of each share its tensors.
     let mut written = Vec::with_capacity(ranks);
-    for (rank, (plan, selection)) in plans.iter().zip(&global_plan.selections).enumerate() {
+    let mut plan = schema.clone();
+    for (rank, selection) in global_plan.selections.iter().enumerate() {
+        set_boxes_of_rank(&mut plan, rank, ranks);
         let items = RankItems {
             rank,
-            plan,
+            plan: &plan,
             selection,
             source: &payloads,
         };
@@ -80,15 +94,14 @@ pub(super) fn write(
     Ok(None)
 }
 
-/// Makes the local plans of `rank_count` ranks: tensors cut along dim 0 as torch cuts them, values
-/// on every rank.
-fn make_plans(
+/// Returns the items that each rank has, without their boxes: tensors, which are cut along dim 0 as
+/// torch cuts them, and values, which every rank has.
+fn make_schema(
     source: &dyn Checkpoint,
-    rank_count: usize,
     opaque_keys: &HashSet<&str>,
-) -> Result<Vec<LocalPlan>, FileError> {
+) -> Result<LocalPlan, FileError> {
     let metadata = source.metadata();
-    let mut plans = vec![LocalPlan::default(); rank_count];
+    let mut schema = LocalPlan::default();
     for (fqn, entry) in &metadata.entries {
         if matches!(entry, Entry::Tensor(_)) && opaque_keys.contains(fqn.as_str()) {
             // The items of opaque tensors are copied, and are not part of a plan.
@@ -115,18 +128,39 @@ fn make_plans(
                 is_whole: false,
             },
         };
-        for (rank, plan) in plans.iter_mut().enumerate() {
-            // All ranks hold all values; the plan of the save chooses who writes each.
-            let mut content = content.clone();
-            if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
-                boxes.push(rows_of_rank(shape, rank, rank_count));
+        schema.items.push(WriteItem {
+            fqn: fqn.clone(),
+            path,
+            content,
+        });
+    }
+    Ok(schema)
+}
+
+/// Returns the boxes of a rank that are not empty, for the plan of all ranks.
+fn boxes_of_rank(schema: &LocalPlan, rank: usize, rank_count: usize) -> Vec<HeldBox> {
+    let mut held = Vec::new();
+    for (position, item) in schema.items.iter().enumerate() {
+        if let WriteContent::Tensor { shape, .. } = &item.content {
+            let bounds = rows_of_rank(shape, rank, rank_count);
+            if !bounds.is_empty() {
+                held.push(HeldBox {
+                    item: position as u32,
+                    index: 0,
+                    bounds,
+                });
             }
-            plan.items.push(WriteItem {
-                fqn: fqn.clone(),
-                path: path.clone(),
-                content,
-            });
         }
     }
-    Ok(plans)
+    held
+}
+
+/// Gives the tensors of a plan the boxes of a rank.
+fn set_boxes_of_rank(plan: &mut LocalPlan, rank: usize, rank_count: usize) {
+    for item in &mut plan.items {
+        if let WriteContent::Tensor { shape, boxes, .. } = &mut item.content {
+            boxes.clear();
+            boxes.push(rows_of_rank(shape, rank, rank_count));
+        }
+    }
 }
