@@ -70,8 +70,9 @@ const MAX_JSON_ELEMENTS: u64 = 1 << 20;
 /// # Errors
 /// There is no such key, it cannot be read, or not be shown as asked.
 pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
-    let source = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
     let name = arguments.name.as_str();
+    let options = OpenOptions { verify: true };
+    let source = checkpoint::open_selected(&arguments.path, options, &|key| key == name)?;
     if !source.metadata().entries.contains_key(name) {
         return Err(missing_key_error(name, source.metadata()));
     }
@@ -117,7 +118,11 @@ fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool
             "leave `--stats` and `--npy` out to see the value",
         ));
     }
-    let value = value_json(&source.describe_value(&name)?);
+    let value = value_json(&if is_opaque {
+        source.describe_value(&name)?
+    } else {
+        source.read_value(&name)?
+    });
     if arguments.json {
         return output::print_json(&json!({
             "schema": SCHEMA, "name": name, "dtype": null, "shape": null, "value": value,

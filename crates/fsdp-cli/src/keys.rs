@@ -62,10 +62,14 @@ impl<'a> Keys<'a> {
         })
     }
 
+    /// Returns `true` if `--include` selects a key.
+    pub(crate) fn includes(&self, key: &str) -> bool {
+        self.include.globs.is_empty() || self.include.set.is_match(key)
+    }
+
     fn selects(&self, key: &str) -> bool {
         // `--exclude` beats `--include`: whoever gives both wants a part of a part.
-        let is_included = self.include.globs.is_empty() || self.include.set.is_match(key);
-        is_included && !self.exclude.set.is_match(key)
+        self.includes(key) && !self.exclude.set.is_match(key)
     }
 
     /// Returns what becomes of a key: it is dropped if it is not selected. The first rule that fits

@@ -116,6 +116,15 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref::<SignError>() {
         return hint_for_sign_error(error);
     }
+    if cause
+        .downcast_ref()
+        .is_some_and(FormatError::is_over_budget)
+    {
+        return Some(
+            "it would take more memory than is allowed for its size: `--exclude KEY` leaves it out of a conversion, \
+             `--include` takes only what is wanted, and `--to dcp` or `--to torch` may hold what a file of values cannot",
+        );
+    }
     if let Some(FormatError::Corrupt { file, .. }) = cause.downcast_ref()
         && file == ".metadata"
     {

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::budget::OverBudget;
 use crate::limits::BeyondLimit;
-use crate::pickle::PickleError;
+use crate::pickle::{PickleError, PickleErrorKind};
 use crate::plan::{LoadPlanError, SavePlanError};
 
 /// Bytes that could not be read, or are not as expected. Offsets count from the start of the item
@@ -84,6 +84,12 @@ pub enum FormatError {
         /// Its type.
         of: String,
     },
+    /// A value of a kind that is not read: it is known by its bytes only.
+    #[error("it is a `{of}`, which is not read")]
+    NotRead {
+        /// The kind.
+        of: String,
+    },
     /// JSON or text that is not what it should be.
     #[error("malformed {what}: {reason}")]
     Malformed {
@@ -119,11 +125,22 @@ impl FormatError {
         FormatError::Unsupported { what: what.into() }
     }
 
+    /// Returns `true` if the content is more than the budget of memory and work for its size
+    /// allows. It may be sound.
+    #[must_use]
+    pub fn is_over_budget(&self) -> bool {
+        match self {
+            FormatError::TooLarge(_) => true,
+            FormatError::Pickle(error) => matches!(error.kind, PickleErrorKind::TooLarge(_)),
+            _ => false,
+        }
+    }
+
     /// Returns the type that makes a value opaque, if that is the error.
     pub(crate) fn opaque_type(&self) -> Option<String> {
         match self {
             FormatError::Pickle(error) => error.opaque_type(),
-            FormatError::Opaque { of } => Some(of.clone()),
+            FormatError::Opaque { of } | FormatError::NotRead { of } => Some(of.clone()),
             _ => None,
         }
     }
@@ -351,10 +368,10 @@ pub enum FileError {
         #[source]
         source: FormatError,
     },
-    /// Values hold objects that only running code could build, so they cannot be written in another
-    /// format.
+    /// Values hold objects that only running code could build, or are of kinds that are not read,
+    /// so they cannot be written in another format.
     #[error(
-        "cannot write opaque values, which only running code could build: {}",
+        "cannot write opaque values (objects that only running code could build, and kinds of data that are not read): {}",
         listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
     )]
     Opaque {

@@ -80,7 +80,7 @@ pub mod checkpoint {
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
     pub use crate::links::LinksInFolder;
-    pub use crate::open::{check_replaceable, open};
+    pub use crate::open::{check_replaceable, open, open_selected};
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
     pub use crate::steps::{StepOfRun, list_steps, step_in_name};
 }
@@ -113,7 +113,7 @@ pub mod internals {
     };
     pub use crate::safetensors::slices::{RANK_NOTE, RankNote, SliceNote, rank_file_name};
     pub use crate::safetensors::values::encode_values;
-    pub use crate::safetensors::values_read::decode_values;
+    pub use crate::safetensors::values_read::ValuesFile;
 
     // Views of checkpoints: a conversion, a map and a merge each show their sources through one.
     pub use crate::formats::build::KeyChange;

@@ -6,7 +6,8 @@
 //! | of | at most |
 //! |---|---|
 //! | a pickle | 2 GiB, nested 200 deep |
-//! | what is built from an input | 64 MiB, and 40 bytes for each byte of a pickle |
+//! | what is built from an input | 64 MiB, and 40 bytes for each byte of a pickle or of a trainer's JSON, 16 of an array in GGUF |
+//! | values that get flat keys, below a dict or list without tensors | 10,000: a larger one is one value |
 //! | attributes of an object in `.metadata`, flags of a tensor in a file of torch | 256 |
 //! | an integer in it | 1024 bytes |
 //! | the key of a storage of torch | 256 bytes |
@@ -62,6 +63,9 @@ pub(crate) const MAX_TENSOR_RANK: usize = 64;
 pub(crate) const MAX_TENSOR_ELEMENTS: u64 = 1 << 58;
 /// The most bytes of one hashed block.
 pub(crate) const MAX_BLOCK_BYTES: u64 = 16 << 20;
+/// The most values below a dict or list without tensors that get flat keys of their own, which take
+/// about a kilobyte each. One that holds more, such as a log, is one value.
+pub(crate) const MAX_FLAT_VALUES: usize = 10_000;
 /// The most bytes of one key (FQN).
 pub(crate) const MAX_KEY_BYTES: usize = 1 << 20;
 /// The most bytes of a zip's central directory.

@@ -5,7 +5,7 @@ use crate::dcp::sidecars;
 use crate::deepspeed;
 use crate::error::{FileError, FormatError, listed};
 use crate::folder;
-use crate::formats::checkpoint::Checkpoint;
+use crate::formats::checkpoint::{Checkpoint, KeyFilter};
 use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
 use crate::formats::read::OpenOptions;
 use crate::formats::weights;
@@ -36,6 +36,20 @@ pub fn open(
     location: impl Into<Location>,
     options: OpenOptions,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
+    open_selected(location, options, &|_| true)
+}
+
+/// Opens the checkpoint at a path as [`open`] does, of which only some keys are wanted. In a file
+/// of torch, very large values whose keys `is_wanted` returns `false` for are left out, so that
+/// they take no memory. All other keys are there, wanted or not.
+///
+/// # Errors
+/// Those of [`open`].
+pub fn open_selected(
+    location: impl Into<Location>,
+    options: OpenOptions,
+    is_wanted: KeyFilter<'_>,
+) -> Result<Box<dyn Checkpoint>, FileError> {
     let location = location.into();
     match location.storage()?.kind()? {
         None => Err(FileError::NotCommitted {
@@ -43,7 +57,7 @@ pub fn open(
             reason: "there is nothing",
         }),
         Some(EntryKind::Directory) => open_directory(&location, options),
-        Some(EntryKind::File | EntryKind::Special) => open_file(&location, options),
+        Some(EntryKind::File | EntryKind::Special) => open_file(&location, options, is_wanted),
     }
 }
 
@@ -254,8 +268,12 @@ fn part_of_directory(name: &str) -> Option<&'static str> {
 }
 
 /// Opens a file. The error of one that is a part of a directory says so.
-fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
-    match open_content(location, options) {
+fn open_file(
+    location: &Location,
+    options: OpenOptions,
+    is_wanted: KeyFilter<'_>,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    match open_content(location, options, is_wanted) {
         Err(error @ FileError::File { .. }) => {
             let (_, name) = location.split()?;
             Err(part_of_directory(name).map_or(error, |what| unsupported_error(location, what)))
@@ -268,6 +286,7 @@ fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
 fn open_content(
     location: &Location,
     options: OpenOptions,
+    is_wanted: KeyFilter<'_>,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
@@ -286,10 +305,10 @@ fn open_content(
         ));
     }
     match read_first_bytes(location, &file)?.as_slice() {
-        [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
-        bytes if legacy::is_start(bytes) => {
-            Ok(Box::new(torch::read::open(location, directory, None)?))
-        }
+        [b'P', b'K', 3 | 5, ..] => open_archive(location, directory, is_wanted),
+        bytes if legacy::is_start(bytes) => Ok(Box::new(torch::read::open(
+            location, directory, None, is_wanted,
+        )?)),
         bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported_error(
             location,
             "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
@@ -323,6 +342,7 @@ fn read_first_bytes(location: &Location, file: &CheckedFile) -> Result<Vec<u8>, 
 fn open_archive(
     location: &Location,
     directory: CheckedDirectory,
+    is_wanted: KeyFilter<'_>,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let (_, name) = location.split()?;
     let file = directory.file(name)?;
@@ -343,6 +363,7 @@ fn open_archive(
         location,
         directory,
         Some(archive),
+        is_wanted,
     )?))
 }
 

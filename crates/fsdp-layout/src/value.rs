@@ -74,6 +74,9 @@ python_types! {
     WindowsPath, "pathlib.WindowsPath", "`pathlib.WindowsPath`, described by text.";
     PurePosixPath, "pathlib.PurePosixPath", "`pathlib.PurePosixPath`, described by text.";
     PureWindowsPath, "pathlib.PureWindowsPath", "`pathlib.PureWindowsPath`, described by text.";
+    NumpyArray, "numpy.ndarray", "`numpy.ndarray` of numbers, described by a tensor.";
+    NumpyScalar, "numpy.generic", "A number of NumPy such as `numpy.float64`, described by a tensor without dimensions.";
+    NumpyDType, "numpy.dtype", "`numpy.dtype` of numbers, described by its name in text: `<f4`.";
 }
 
 impl PythonType {
@@ -86,7 +89,16 @@ impl PythonType {
             }
             (PythonType::FrozenSet, PlainValue::Set(_))
             | (PythonType::ByteArray, PlainValue::Bytes(_)) => true,
-            (PythonType::Size | PythonType::FrozenSet | PythonType::ByteArray, _) => false,
+            (PythonType::NumpyArray, PlainValue::Tensor(_)) => true,
+            (PythonType::NumpyScalar, PlainValue::Tensor(tensor)) => tensor.shape.is_empty(),
+            (
+                PythonType::Size
+                | PythonType::FrozenSet
+                | PythonType::ByteArray
+                | PythonType::NumpyArray
+                | PythonType::NumpyScalar,
+                _,
+            ) => false,
             (_, description) => description.as_str().is_some(),
         }
     }

@@ -140,6 +140,10 @@ pub(crate) struct ReshardArguments {
     /// Ranks of the destination
     #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     pub(super) world_size: usize,
+    /// Leave out tensors and values that are objects of types that are never built, where they
+    /// cannot be kept
+    #[arg(long)]
+    pub(super) drop_opaque: bool,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }

@@ -58,7 +58,20 @@ impl<'a> Destination<'a> {
     /// # Errors
     /// The source cannot be opened, or the destination cannot be written.
     pub(super) fn open_source(&self, source: &Location) -> Result<Box<dyn Checkpoint>> {
-        let opened = checkpoint::open(source, OpenOptions { verify: true })?;
+        self.open_selected(source, &|_| true)
+    }
+
+    /// Opens a source as [`Destination::open_source`] does, of which only some keys are wanted.
+    ///
+    /// # Errors
+    /// The same as [`Destination::open_source`].
+    pub(super) fn open_selected(
+        &self,
+        source: &Location,
+        is_wanted: checkpoint::KeyFilter<'_>,
+    ) -> Result<Box<dyn Checkpoint>> {
+        let options = OpenOptions { verify: true };
+        let opened = checkpoint::open_selected(source, options, is_wanted)?;
         let is_taken = self.path.exists()?;
         let path = self.path.to_string();
         if is_within(source, self.path) || is_within(self.path, source) {

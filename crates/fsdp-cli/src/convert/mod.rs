@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     )?;
     let prefix = arguments.prefix.as_deref();
     let keys = arguments.filter.keys(&arguments.rename, prefix)?;
-    let opened = destination.open_source(&arguments.source)?;
+    let opened = destination.open_selected(&arguments.source, &|key| keys.includes(key))?;
     // The sizes in rules come from the configuration of `--with`, or else of the source.
     let mut places: Vec<&Location> = destination.model_directory.into_iter().collect();
     places.push(&arguments.source);
@@ -104,7 +104,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
             ranks: arguments.world_size,
         },
         format_name: "dcp".to_owned(),
-        drop_opaque: false,
+        drop_opaque: arguments.drop_opaque,
         model_directory: None,
         tensor_parallel_plan: None,
         config: ConfigEdits::default(),
@@ -128,7 +128,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     let keys = arguments.filter.keys(&arguments.rename, None)?;
     let mut checkpoints = Vec::with_capacity(arguments.from.len());
     for location in &arguments.from {
-        checkpoints.push(destination.open_source(location)?);
+        checkpoints.push(destination.open_selected(location, &|key| keys.includes(key))?);
     }
     let mut views = Vec::with_capacity(checkpoints.len());
     for source in &checkpoints {

@@ -8,6 +8,8 @@
 use std::fs;
 use std::path::Path;
 
+use fsdp_formats::internals::encode_value;
+use fsdp_layout::{DType, PlainTensor, PlainValue};
 use predicates::prelude::*;
 use predicates::str::contains;
 use tempfile::TempDir;
@@ -225,10 +227,12 @@ fn checkpoints_of_other_frameworks_pass_through_every_command() {
             fsdp(&["reshard", &source, &copy, "--world-size", "3"])
                 .assert()
                 .code(20)
-                .stderr(contains("Q4_K"));
-            fsdp(&["convert", &source, &copy, "--to", "dcp", "--drop-opaque"])
+                .stderr(contains("Q4_K").and(contains("--drop-opaque")));
+            let reshard = ["reshard", &source, &copy, "--world-size", "3"];
+            fsdp(&[&reshard[..], &["--drop-opaque"]].concat())
                 .assert()
-                .success();
+                .success()
+                .stderr(contains("1 opaque item was left out"));
             continue;
         }
         fsdp(&["reshard", &source, &copy, "--world-size", "3", "--dry-run"])
@@ -661,4 +665,51 @@ fn a_built_in_map_does_not_leave_a_layer_half_named() {
     fsdp(&[&convert[..], &["--exclude", "*.bias"]].concat())
         .assert()
         .success();
+}
+
+#[test]
+fn a_long_log_beside_the_weights_stays_out_of_the_way() {
+    let directory = tempfile::tempdir().unwrap();
+    let source = place(&directory, "log.pt");
+    let entry = |step: i64| {
+        PlainValue::Dict(vec![
+            ("loss".into(), (step as f64 / 7.0).into()),
+            ("step".into(), PlainValue::Int(step)),
+        ])
+    };
+    let weight = PlainValue::Tensor(PlainTensor {
+        dtype: DType::U8,
+        shape: vec![2],
+        data: vec![3, 4],
+    });
+    // More elements than a values file may have.
+    let log = PlainValue::List((0..200_000).map(entry).collect());
+    let state = PlainValue::Dict(vec![("w".into(), weight), ("log".into(), log)]);
+    std::fs::write(&source, encode_value(&state).unwrap()).unwrap();
+    fsdp(&["inspect", &source])
+        .assert()
+        .success()
+        .stdout(contains("log"));
+    fsdp(&["cat", &source, "w"])
+        .assert()
+        .success()
+        .stdout("3 4\n");
+    let to = place(&directory, "to.safetensors");
+    let convert = ["convert", &source, &to, "--to", "safetensors"];
+    fsdp(&convert)
+        .assert()
+        .code(2)
+        .stderr(contains("`log`").and(contains("--exclude")));
+    for selection in [["--exclude", "log"], ["--include", "w"]] {
+        let selected = [&convert[..], &selection, &["--overwrite"]].concat();
+        fsdp(&selected)
+            .assert()
+            .success()
+            .stderr(contains("1 tensor and 0 values"));
+    }
+    let reshard = place(&directory, "resharded");
+    fsdp(&["reshard", &source, &reshard, "--world-size", "2"])
+        .assert()
+        .success();
+    fsdp(&["diff", &source, &reshard]).assert().success();
 }

@@ -11,40 +11,24 @@ use crate::formats::checkpoint::Format;
 use crate::formats::python_json;
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
-use crate::limits::PICKLE_FACTOR;
+use crate::limits::{MAX_FLAT_VALUES, MAX_INDEX_BYTES, PICKLE_FACTOR};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::storage::read_at::ReadAt as _;
-
-/// The length up to which a file is read. A longer file is an opaque value, because numbers take
-/// many times the memory of their text.
-const MAX_BYTES: u64 = 1 << 20;
 
 /// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch
-/// is. A text that is too long becomes one opaque value.
+/// is; one of very many values, such as a long log, is one value.
 pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
-    let length = directory.file(name)?.len();
-    let assembler = Assembler::new(Format::Folder, location.name(), directory);
+    let text = directory.read_checked(name, MAX_INDEX_BYTES)?;
+    let mut budget = Budget::new(text.len() as u64, PICKLE_FACTOR);
+    let value = python_json::parse(&text, &mut budget)
+        .map_err(|source| directory.file_error(name, source))?;
     let mut flattener = JsonFlattener {
-        assembler,
+        assembler: Assembler::new(Format::Folder, location.name(), directory),
         file: Arc::from(name),
-        budget: Budget::new(length, PICKLE_FACTOR),
+        budget,
     };
-    if length > MAX_BYTES {
-        let held = Held::whole_file(format!("JSON text of {length} bytes"), name, length);
-        flattener
-            .assembler
-            .add_value(&KeyPath::default(), &flattener.file, held)?;
-        return Ok(flattener.assembler.finish(None));
-    }
-    let bytes = flattener
-        .assembler
-        .directory()
-        .read_checked(name, MAX_BYTES)?;
-    let value = python_json::parse(&bytes)
-        .map_err(|error| flattener.file_error(FormatError::malformed("JSON", error)))?;
     let structure = flattener.flatten(value, &KeyPath::default())?;
     Ok(flattener.assembler.finish(Some(structure)))
 }
@@ -73,8 +57,10 @@ impl JsonFlattener {
             .sum();
         let charged = self.budget.charge("memory for keys", 4 * path_bytes as u64);
         charged.map_err(|over| self.file_error(over.into()))?;
+        // A file always has flat keys.
+        let is_large = !path.0.is_empty() && count_flat_keys(&value) > MAX_FLAT_VALUES;
         match value {
-            PlainValue::Dict(items) => {
+            PlainValue::Dict(items) if !is_large => {
                 let mut dict = Vec::with_capacity(items.len());
                 for (key, value) in items {
                     let text = key.as_str().expect("the keys of JSON are texts");
@@ -84,7 +70,7 @@ impl JsonFlattener {
                 }
                 Ok(Structure::Dict(dict))
             }
-            PlainValue::List(items) if items.iter().any(holds_objects) => {
+            PlainValue::List(items) if !is_large && items.iter().any(holds_objects) => {
                 let mut list = Vec::with_capacity(items.len());
                 for (index, item) in items.into_iter().enumerate() {
                     list.push(self.flatten(item, &path.child(PathPart::Index(index)))?);
@@ -98,6 +84,21 @@ impl JsonFlattener {
                 Ok(Structure::Leaf(fqn))
             }
         }
+    }
+}
+
+/// Returns how many flat keys a value would have, in which a large one counts as one.
+fn count_flat_keys(value: &PlainValue) -> usize {
+    let count_of_item = |item: &PlainValue| match count_flat_keys(item) {
+        count if count > MAX_FLAT_VALUES => 1,
+        count => count,
+    };
+    match value {
+        PlainValue::Dict(items) => items.iter().map(|(_, item)| count_of_item(item)).sum(),
+        PlainValue::List(items) if items.iter().any(holds_objects) => {
+            items.iter().map(count_of_item).sum()
+        }
+        _ => 1,
     }
 }
 

@@ -30,7 +30,7 @@ use crate::metadata::{
 };
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
-use crate::storage::read_at::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::{StoredElements, StridedLayout};
 use crate::zip::{Deflated, Directory};
 
@@ -73,11 +73,29 @@ pub(crate) struct Piece {
 pub(crate) enum Held {
     /// A plain value.
     Plain(PlainValue),
+    /// A plain value that may be large, and is read when it is wanted.
+    Unread(Unread),
     /// An opaque value: the type of the object in it, and its description.
     Opaque(String, PlainValue),
     /// An opaque value that is known by its bytes only: the kind of what they are, and their place.
     /// They are read when the value is described.
     Stored(String, StorageInfo),
+}
+
+/// A plain value of which only the place is known: see [`Held::Unread`].
+#[derive(Debug, Clone)]
+pub(crate) struct Unread {
+    /// The bytes that it is read from.
+    pub(crate) stored: StorageInfo,
+    /// Reads it from these bytes.
+    pub(crate) read: fn(&dyn ReadAt) -> Result<PlainValue, FormatError>,
+}
+
+impl PartialEq for Unread {
+    /// Returns `true` if both are read from the same bytes.
+    fn eq(&self, other: &Self) -> bool {
+        self.stored == other.stored
+    }
 }
 
 impl Held {
@@ -90,6 +108,7 @@ impl Held {
     pub(crate) fn is_same(&self, other: &Held) -> bool {
         match (self, other) {
             (Held::Plain(value), Held::Plain(other)) => value.same_bits(other),
+            (Held::Unread(unread), Held::Unread(other)) => unread == other,
             (Held::Opaque(kind, value), Held::Opaque(other_kind, other)) => {
                 kind == other_kind && value.same_bits(other)
             }
@@ -264,7 +283,7 @@ impl Assembler {
     pub(crate) fn charge_copy(&mut self, file: &Arc<str>, value: &Held) -> Result<(), FileError> {
         let bytes = match value {
             Held::Plain(value) | Held::Opaque(_, value) => memory_bytes(value),
-            Held::Stored(..) => 0,
+            Held::Unread(_) | Held::Stored(..) => 0,
         };
         self.charge(file, PIECE_COST_BYTES + bytes)
     }
@@ -301,7 +320,7 @@ impl Assembler {
             return Err(self.differing_error(fqn, file, "is not the same in both"));
         }
         let stored = match &value {
-            Held::Stored(_, stored) => stored.clone(),
+            Held::Unread(Unread { stored, .. }) | Held::Stored(_, stored) => stored.clone(),
             Held::Plain(_) | Held::Opaque(..) => StorageInfo::new(&**file, 0, 0),
         };
         metadata
@@ -513,6 +532,15 @@ impl Assembled {
             .read(&*file, element_bytes, &overlap, slot)
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
+
+    /// Reads a plain value of which only the place is known.
+    fn read_unread(&self, fqn: &str, unread: &Unread) -> Result<PlainValue, FileError> {
+        let stored = &unread.stored;
+        let file = self.directory.file(&stored.relative_path)?;
+        Window::new(&*file, stored.offset, stored.length)
+            .and_then(|bytes| (unread.read)(&bytes))
+            .map_err(|source| item_error(&self.directory, fqn, stored, source))
+    }
 }
 
 impl Checkpoint for Assembled {
@@ -574,13 +602,14 @@ impl Checkpoint for Assembled {
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         match self.values.get(fqn) {
             Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => Ok(Some(kind.clone())),
-            Some(Held::Plain(_)) | None => Ok(None),
+            Some(Held::Plain(_) | Held::Unread(_)) | None => Ok(None),
         }
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.values.get(fqn) {
             Some(Held::Plain(value) | Held::Opaque(_, value)) => Ok(value.clone()),
+            Some(Held::Unread(unread)) => self.read_unread(fqn, unread),
             Some(Held::Stored(kind, stored)) => {
                 let hash = hash_of_item(self, fqn, stored)?.to_le_bytes();
                 let digest = Digest::of_value(&PlainValue::Bytes(hash.to_vec()));
@@ -592,13 +621,14 @@ impl Checkpoint for Assembled {
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        let kind = match self.values.get(fqn) {
+        let source = match self.values.get(fqn) {
             Some(Held::Plain(value)) => return Ok(value.clone()),
-            Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => kind.clone(),
+            Some(Held::Unread(unread)) => return self.read_unread(fqn, unread),
+            Some(Held::Opaque(kind, _)) => FormatError::Opaque { of: kind.clone() },
+            Some(Held::Stored(kind, _)) => FormatError::NotRead { of: kind.clone() },
             None => return Err(lookup_error(&self.metadata, fqn, "value")),
         };
         let stored = find_value(&self.metadata, fqn)?;
-        let source = FormatError::Opaque { of: kind };
         Err(item_error(&self.directory, fqn, stored, source))
     }
 }

@@ -1,8 +1,14 @@
 //! JSON as Python writes it: with the words `NaN`, `Infinity` and `-Infinity`, which JSON itself
 //! does not have.
 
+use std::fmt;
+
 use fsdp_layout::PlainValue;
-use serde_json::Value;
+use indexmap::IndexMap;
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+use crate::budget::{Budget, OverBudget};
+use crate::error::FormatError;
 
 /// The words, the longer one of two with the same end first, and their values.
 const WORDS: [(&[u8], f64); 3] = [
@@ -14,11 +20,16 @@ const WORDS: [(&[u8], f64); 3] = [
 /// The most markers that are tried.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// Reads a text of JSON, in which a number may be one of Python's words. Any other text is the
-/// error of the JSON reader.
-pub(crate) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
-    let error = match serde_json::from_slice(text) {
-        Ok(value) => return Ok(into_plain(value, None, &mut 0)),
+/// Reads a text of JSON, in which a number may be one of Python's words. What is built from it is
+/// charged to the budget.
+///
+/// # Errors
+/// Any other text; more values than the budget allows.
+pub(crate) fn parse(text: &[u8], budget: &mut Budget) -> Result<PlainValue, FormatError> {
+    let whole_budget = budget.clone();
+    let error = match read(text, None, budget) {
+        Ok((value, _)) => return Ok(value),
+        Err(error @ FormatError::TooLarge(_)) => return Err(error),
         Err(error) => error,
     };
     // Each word becomes a string that begins with a marker, because strings are what a parser gives
@@ -29,16 +40,142 @@ pub(crate) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
         if word_count == 0 {
             return Err(error);
         }
-        let value = serde_json::from_slice(&marked)?;
+        budget.clone_from(&whole_budget);
+        let (value, found_count) = read(&marked, Some(&marker), budget)?;
         // A string of the text itself that looks like a marked word would be taken for a number:
         // try another marker.
-        let mut found_count = 0;
-        let plain_value = into_plain(value, Some(&marker), &mut found_count);
         if found_count == word_count {
-            return Ok(plain_value);
+            return Ok(value);
         }
     }
     Err(error)
+}
+
+/// Reads a text of JSON, in which strings with a marker are numbers, and returns the number of
+/// those too. As a key a word is an error, so keys are not counted.
+fn read(
+    text: &[u8],
+    marker: Option<&str>,
+    budget: &mut Budget,
+) -> Result<(PlainValue, usize), FormatError> {
+    let mut reader = Reader {
+        marker,
+        found_count: 0,
+        budget,
+        over_budget: None,
+    };
+    let mut json = serde_json::Deserializer::from_slice(text);
+    let value = ValueSeed(&mut reader)
+        .deserialize(&mut json)
+        .and_then(|value| json.end().map(|()| value));
+    match (value, reader.over_budget) {
+        (Ok(value), _) => Ok((value, reader.found_count)),
+        (Err(_), Some(over)) => Err(over.into()),
+        (Err(error), None) => Err(FormatError::malformed("JSON", error)),
+    }
+}
+
+/// The state that the readers of all values share.
+struct Reader<'r> {
+    marker: Option<&'r str>,
+    /// The number of marked words so far.
+    found_count: usize,
+    budget: &'r mut Budget,
+    /// The reason why the JSON reader was stopped.
+    over_budget: Option<OverBudget>,
+}
+
+impl Reader<'_> {
+    /// Charges a value with `text_bytes` bytes of text to the budget.
+    fn charge<E: Error>(&mut self, text_bytes: usize) -> Result<(), E> {
+        /// The bytes of a value, and some of the room that a list has for more of them.
+        const VALUE_COST_BYTES: usize = size_of::<PlainValue>() + 8;
+        let bytes = (VALUE_COST_BYTES + text_bytes) as u64;
+        self.budget
+            .charge("memory for values", bytes)
+            .map_err(|over| {
+                self.over_budget = Some(over);
+                E::custom(over)
+            })
+    }
+}
+
+/// Reads one value as Python would hold it.
+struct ValueSeed<'s, 'r>(&'s mut Reader<'r>);
+
+impl<'de> DeserializeSeed<'de> for ValueSeed<'_, '_> {
+    type Value = PlainValue;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PlainValue, D::Error> {
+        self.0.charge(0)?;
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
+    type Value = PlainValue;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<PlainValue, E> {
+        Ok(PlainValue::None)
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<PlainValue, E> {
+        Ok(PlainValue::Bool(value))
+    }
+
+    fn visit_i64<E: Error>(self, number: i64) -> Result<PlainValue, E> {
+        Ok(PlainValue::Int(number))
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<PlainValue, E> {
+        Ok(match i64::try_from(number) {
+            Ok(number) => PlainValue::Int(number),
+            // A big integer is in two's complement, so its sign is a byte of its own.
+            Err(_) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
+        })
+    }
+
+    fn visit_f64<E: Error>(self, number: f64) -> Result<PlainValue, E> {
+        Ok(PlainValue::Float(number))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<PlainValue, E> {
+        let number = self
+            .0
+            .marker
+            .and_then(|marker| number_of_marked_word(text, marker));
+        if let Some(number) = number {
+            self.0.found_count += 1;
+            return Ok(PlainValue::Float(number));
+        }
+        self.0.charge(text.len())?;
+        Ok(PlainValue::Str(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PlainValue, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element_seed(ValueSeed(self.0))? {
+            list.push(item);
+        }
+        // There may be many short lists, whose room for more items counts.
+        list.shrink_to_fit();
+        Ok(PlainValue::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PlainValue, A::Error> {
+        let mut dict: IndexMap<String, PlainValue> = IndexMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            self.0.charge(key.len())?;
+            let value = map.next_value_seed(ValueSeed(self.0))?;
+            dict.insert(key, value);
+        }
+        let entries = dict.into_iter().map(|(key, value)| (key.into(), value));
+        Ok(PlainValue::Dict(entries.collect()))
+    }
 }
 
 /// Returns the text with every word outside of strings as a string, and the number of words.
@@ -82,58 +219,27 @@ fn number_of_marked_word(text: &str, marker: &str) -> Option<f64> {
         .map(|(_, value)| *value)
 }
 
-/// Returns a value of JSON as Python would hold it. Adds the number of marked words among the
-/// values to `found_count`; as a key a word is an error, so those are not counted.
-fn into_plain(value: Value, marker: Option<&str>, found_count: &mut usize) -> PlainValue {
-    match value {
-        Value::Null => PlainValue::None,
-        Value::Bool(value) => PlainValue::Bool(value),
-        Value::Number(number) => match (number.as_i64(), number.as_u64()) {
-            (Some(number), _) => PlainValue::Int(number),
-            // A big integer is in two's complement, so its sign is a byte of its own.
-            (None, Some(number)) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
-            (None, None) => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
-        },
-        Value::String(text) => match marker.and_then(|marker| number_of_marked_word(&text, marker))
-        {
-            Some(number) => {
-                *found_count += 1;
-                PlainValue::Float(number)
-            }
-            None => PlainValue::Str(text),
-        },
-        Value::Array(items) => PlainValue::List(
-            items
-                .into_iter()
-                .map(|item| into_plain(item, marker, found_count))
-                .collect(),
-        ),
-        Value::Object(items) => PlainValue::Dict(
-            items
-                .into_iter()
-                .map(|(key, value)| (key.into(), into_plain(value, marker, found_count)))
-                .collect(),
-        ),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn parsed(text: &[u8]) -> Result<PlainValue, FormatError> {
+        parse(text, &mut Budget::new(0, 1))
+    }
+
     fn shown(text: &str) -> String {
-        format!("{:?}", parse(text.as_bytes()).unwrap())
+        format!("{:?}", parsed(text.as_bytes()).unwrap())
     }
 
     #[test]
     fn words_of_python_are_numbers_and_strings_stay() {
         let strict = r#"{"a": [1.5, -2, "NaN", "number 0: NaN"], "b": {"c": null}}"#;
         assert_eq!(shown(strict), shown(strict));
-        let parsed = parse(
+        let value = parsed(
             br#"[NaN, Infinity,-Infinity, "NaN", "a\"NaN", "number 0: NaN", {"Infinity": NaN}]"#,
         )
         .unwrap();
-        let PlainValue::List(items) = parsed else {
+        let PlainValue::List(items) = value else {
             panic!("no list")
         };
         assert!(matches!(items[0], PlainValue::Float(number) if number.is_nan()));
@@ -163,7 +269,7 @@ mod tests {
             ] {
                 if number.is_finite() {
                     assert_eq!(
-                        parse(format!("{number:?}").as_bytes()).unwrap(),
+                        parsed(format!("{number:?}").as_bytes()).unwrap(),
                         PlainValue::Float(number)
                     );
                 }
@@ -174,11 +280,11 @@ mod tests {
     #[test]
     fn integers_of_64_bits_stay_integers() {
         assert_eq!(
-            parse(b"9223372036854775807").unwrap(),
+            parsed(b"9223372036854775807").unwrap(),
             PlainValue::Int(i64::MAX)
         );
         let big = PlainValue::BigInt(vec![255, 255, 255, 255, 255, 255, 255, 255, 0]);
-        assert_eq!(parse(b"18446744073709551615").unwrap(), big);
+        assert_eq!(parsed(b"18446744073709551615").unwrap(), big);
     }
 
     #[test]
@@ -195,7 +301,7 @@ mod tests {
             "{NaN: 1}",
             "\"\\",
         ] {
-            assert!(parse(text.as_bytes()).is_err(), "{text}");
+            assert!(parsed(text.as_bytes()).is_err(), "{text}");
         }
     }
 }

@@ -329,7 +329,7 @@ fn make_jobs<'d>(
 
 /// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
 /// Otherwise the error is [`FileError::PayloadLength`].
-pub(super) fn check_buffers(
+pub(crate) fn check_buffers(
     request: &LoadRequest,
     dtype: DType,
     buffers: &[&mut [u8]],

@@ -1,5 +1,7 @@
 //! The header of a file: keys and values, and the list of tensors.
 
+use std::ops::Range;
+
 use fsdp_layout::PlainValue;
 
 use crate::budget::Budget;
@@ -16,19 +18,40 @@ const MAX_DIMENSIONS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 /// The bytes that are read at once.
 const BLOCK_BYTES: u64 = 1 << 20;
-/// The bytes that may be built from a byte of the header: short texts and small numbers become
-/// several times as many.
+/// The bytes that may be built from a byte of the header, without the items of arrays: short texts
+/// and small numbers become several times as many.
 const MEMORY_FACTOR: u64 = 8;
+/// The bytes that may be built from a byte of an array. A number of four bytes becomes a value of
+/// 56.
+const ARRAY_MEMORY_FACTOR: u64 = 16;
+/// The bytes that an allocation takes besides what is in it.
+const ALLOCATION_COST_BYTES: u64 = 16;
+/// The most arrays that may be in each other.
+const MAX_ARRAY_DEPTH: usize = 4;
+/// The number of the type of texts.
+const TEXT_TYPE: u32 = 8;
+/// The number of the type of arrays.
+const ARRAY_TYPE: u32 = 9;
 
 /// The content of a header.
 #[derive(Debug)]
 pub(super) struct GgufHeader {
     /// Keys and values, in order.
-    pub(super) entries: Vec<(String, PlainValue)>,
+    pub(super) entries: Vec<(String, HeaderValue)>,
     /// The tensors, in order.
     pub(super) tensors: Vec<TensorInfo>,
     /// The start of the elements of all tensors in the file.
     pub(super) data_offset: u64,
+}
+
+/// A value of the header.
+#[derive(Debug)]
+pub(super) enum HeaderValue {
+    /// A number, a bool or a text.
+    Plain(PlainValue),
+    /// An array, and the bytes that [`read_array`] reads it from. It is read when it is wanted: a
+    /// vocabulary has several arrays of hundreds of thousands of items.
+    Array(Range<u64>),
 }
 
 /// One tensor of the list.
@@ -64,9 +87,23 @@ struct HeaderReader<'f> {
     block: Vec<u8>,
     block_start: u64,
     budget: Budget,
+    /// The bytes that each byte that is read adds to the budget.
+    memory_factor: u64,
 }
 
-impl HeaderReader<'_> {
+impl<'f> HeaderReader<'f> {
+    /// Begins to read a file.
+    fn new(file: &'f dyn ReadAt, budget: Budget, memory_factor: u64) -> Self {
+        HeaderReader {
+            file,
+            position: 0,
+            block: Vec::new(),
+            block_start: 0,
+            budget,
+            memory_factor,
+        }
+    }
+
     /// Returns how many bytes of the file follow.
     fn bytes_left(&self) -> u64 {
         self.file.len().saturating_sub(self.position)
@@ -90,7 +127,7 @@ impl HeaderReader<'_> {
             self.block_start = self.position;
             // A file with holes costs whoever made it nothing.
             if !self.file.has_hole(self.position..self.position + length) {
-                self.budget.allow(length * MEMORY_FACTOR);
+                self.budget.allow(length * self.memory_factor);
             }
         }
         let start = (self.position - self.block_start) as usize;
@@ -124,7 +161,7 @@ impl HeaderReader<'_> {
         if length > max_bytes || length > self.bytes_left() {
             return Err(malformed("a text in it is too long"));
         }
-        self.charge(size_of::<PlainValue>() as u64)?;
+        self.charge(ALLOCATION_COST_BYTES)?;
         let bytes = if length > BLOCK_BYTES {
             let text_bytes = read_whole(self.file, self.position, length)?;
             self.position += length;
@@ -140,8 +177,6 @@ impl HeaderReader<'_> {
 
     /// Reads a value of this type, with `depth` arrays around it. An unknown type is an error.
     fn read_value(&mut self, value_type: u32, depth: usize) -> Result<PlainValue, FormatError> {
-        // An array takes up to twice as much while it grows.
-        self.charge(2 * size_of::<PlainValue>() as u64)?;
         Ok(match value_type {
             0 => PlainValue::Int(i64::from(u8::from_le_bytes(self.read_array()?))),
             1 => PlainValue::Int(i64::from(i8::from_le_bytes(self.read_array()?))),
@@ -151,8 +186,8 @@ impl HeaderReader<'_> {
             5 => PlainValue::Int(i64::from(i32::from_le_bytes(self.read_array()?))),
             6 => PlainValue::Float(f64::from(f32::from_le_bytes(self.read_array()?))),
             7 => PlainValue::Bool(self.read_array::<1>()? != [0]),
-            8 => PlainValue::Str(self.read_text(MAX_OBJECT_BYTES)?),
-            9 => self.read_items(depth)?,
+            TEXT_TYPE => PlainValue::Str(self.read_text(MAX_OBJECT_BYTES)?),
+            ARRAY_TYPE => self.read_items(depth)?,
             10 => {
                 let value = self.read_u64()?;
                 // With a zero byte on top a large one is not taken for a negative number.
@@ -163,18 +198,14 @@ impl HeaderReader<'_> {
             }
             11 => PlainValue::Int(i64::from_le_bytes(self.read_array()?)),
             12 => PlainValue::Float(f64::from_le_bytes(self.read_array()?)),
-            unknown => {
-                let reason = format!("it has a value of the unknown type {unknown}");
-                return Err(malformed(reason));
-            }
+            unknown => return Err(unknown_type_error(unknown)),
         })
     }
 
-    /// Reads an array: the type of its items, their number, and the items. Arrays that are nested
-    /// too deep are an error.
-    fn read_items(&mut self, depth: usize) -> Result<PlainValue, FormatError> {
-        const MAX_DEPTH: usize = 4;
-        if depth >= MAX_DEPTH {
+    /// Reads the start of an array: the type of its items, and their number. Arrays that are nested
+    /// too deep are an error, and so is one that has more items than bytes follow.
+    fn read_array_start(&mut self, depth: usize) -> Result<(u32, u64), FormatError> {
+        if depth >= MAX_ARRAY_DEPTH {
             return Err(malformed("its arrays are nested too deep"));
         }
         let item_type = self.read_u32()?;
@@ -183,11 +214,59 @@ impl HeaderReader<'_> {
         if count > self.bytes_left() {
             return Err(malformed("an array in it is too long"));
         }
-        let mut items = Vec::new();
+        Ok((item_type, count))
+    }
+
+    /// Reads an array with `depth` others around it.
+    fn read_items(&mut self, depth: usize) -> Result<PlainValue, FormatError> {
+        let (item_type, count) = self.read_array_start(depth)?;
+        self.charge_items(count)?;
+        let mut items = Vec::with_capacity(count as usize);
         for _ in 0..count {
             items.push(self.read_value(item_type, depth + 1)?);
         }
         Ok(PlainValue::List(items))
+    }
+
+    /// Charges memory for so many items of arrays to the budget.
+    fn charge_items(&mut self, count: u64) -> Result<(), FormatError> {
+        self.charge(count.saturating_mul(size_of::<PlainValue>() as u64))
+    }
+
+    /// Moves to the end of an array with `depth` others around it, of which no item is kept. An
+    /// unknown type of its items and an end beyond that of the file are errors.
+    fn skip_array(&mut self, depth: usize) -> Result<(), FormatError> {
+        let (item_type, count) = self.read_array_start(depth)?;
+        if let TEXT_TYPE | ARRAY_TYPE = item_type {
+            for _ in 0..count {
+                // Each has at least the eight bytes of a length, which add more to the budget.
+                self.charge_items(1)?;
+                if item_type == ARRAY_TYPE {
+                    self.skip_array(depth + 1)?;
+                } else {
+                    let length = self.read_u64()?;
+                    self.skip(length)?;
+                }
+            }
+            return Ok(());
+        }
+        let item_bytes = number_bytes(item_type).ok_or_else(|| unknown_type_error(item_type))?;
+        let length = count.saturating_mul(item_bytes);
+        let end = self.position.saturating_add(length);
+        // A file with holes costs whoever made it nothing, and would be refused when it is read.
+        if self.file.has_hole(self.position..end) {
+            self.charge_items(count)?;
+        }
+        self.skip(length)
+    }
+
+    /// Moves on by so many bytes. An end beyond that of the file is an error.
+    fn skip(&mut self, length: u64) -> Result<(), FormatError> {
+        if length > self.bytes_left() {
+            return Err(malformed("it is cut short"));
+        }
+        self.position += length;
+        Ok(())
     }
 
     /// Reads the entry of a tensor in the list.
@@ -223,13 +302,7 @@ impl GgufHeader {
     /// Another version or format; a header that is cut short, or takes more than the memory budget;
     /// an alignment that is no power of two.
     pub(super) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut reader = HeaderReader {
-            file,
-            position: 0,
-            block: Vec::new(),
-            block_start: 0,
-            budget: Budget::new(0, 1),
-        };
+        let mut reader = HeaderReader::new(file, Budget::new(0, 1), MEMORY_FACTOR);
         if reader.read_array::<4>()? != *MAGIC {
             return Err(malformed("it does not begin as one"));
         }
@@ -246,9 +319,17 @@ impl GgufHeader {
             data_offset: 0,
         };
         for _ in 0..entry_count {
+            // A list takes up to twice as much while it grows.
+            reader.charge(2 * size_of::<(String, HeaderValue)>() as u64)?;
             let key = reader.read_text(MAX_KEY_BYTES as u64)?;
             let value_type = reader.read_u32()?;
-            let value = reader.read_value(value_type, 0)?;
+            let value = if value_type == ARRAY_TYPE {
+                let start = reader.position;
+                reader.skip_array(0)?;
+                HeaderValue::Array(start..reader.position)
+            } else {
+                HeaderValue::Plain(reader.read_value(value_type, 0)?)
+            };
             header.entries.push((key, value));
         }
         for _ in 0..tensor_count {
@@ -270,9 +351,43 @@ impl GgufHeader {
         Ok(header)
     }
 
-    /// Returns the value of a key; `None` if the header lacks it.
+    /// Returns the value of a key; `None` if the header lacks it, or has an array there.
     pub(super) fn value(&self, key: &str) -> Option<&PlainValue> {
         let entry = self.entries.iter().find(|(entry_key, _)| entry_key == key);
-        entry.map(|(_, value)| value)
+        match entry {
+            Some((_, HeaderValue::Plain(value))) => Some(value),
+            _ => None,
+        }
     }
+}
+
+/// Reads an array from its bytes, the type of its items first.
+///
+/// # Errors
+/// Items that are malformed, or that take more than the memory budget for so many bytes.
+pub(super) fn read_array(source: &dyn ReadAt) -> Result<PlainValue, FormatError> {
+    let length = source.len();
+    let counted_bytes = if source.has_hole(0..length) {
+        0
+    } else {
+        length
+    };
+    let budget = Budget::new(counted_bytes, ARRAY_MEMORY_FACTOR);
+    HeaderReader::new(source, budget, 0).read_items(0)
+}
+
+/// Returns the bytes of a number or a bool of this type; `None` for other types.
+fn number_bytes(value_type: u32) -> Option<u64> {
+    Some(match value_type {
+        0 | 1 | 7 => 1,
+        2 | 3 => 2,
+        4..=6 => 4,
+        10..=12 => 8,
+        _ => return None,
+    })
+}
+
+/// Returns the error of a value whose type has no such number.
+fn unknown_type_error(unknown: u32) -> FormatError {
+    malformed(format!("it has a value of the unknown type {unknown}"))
 }

@@ -2,8 +2,8 @@
 //!
 //! Tensors of `F32`, `F16`, `BF16`, `F64` and of integers are read as they are, those of `Q8_0` and
 //! `Q4_0` as `f32`. Tensors of other blocks are opaque values that name their kind. The header's
-//! keys (`general.name`, the tokenizer's tokens) are values. GGUF counts dimensions from the
-//! innermost; shapes here begin with the outermost.
+//! keys (`general.name`, the tokenizer's tokens) are values; arrays are read when they are wanted.
+//! GGUF counts dimensions from the innermost; shapes here begin with the outermost.
 
 mod header;
 
@@ -14,9 +14,11 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 
 pub(crate) use self::header::MAGIC;
-use self::header::{GgufHeader, TensorInfo};
+use self::header::{GgufHeader, HeaderValue, TensorInfo, read_array};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, StorageStart};
+use crate::formats::assembled::{
+    Assembled, Assembler, Elements, Held, Piece, StorageStart, Unread,
+};
 use crate::formats::blocks::{BLOCK_ELEMENTS, BlockFormat};
 use crate::formats::checkpoint::Format;
 use crate::limits::is_sane_shape;
@@ -62,7 +64,14 @@ pub(crate) fn open(
         assembler.add_value(&path, &name, Held::Stored(description, stored))?;
     }
     for (key, value) in header.entries {
-        assembler.add_value(&KeyPath::from_key(key), &name, Held::Plain(value))?;
+        let held = match value {
+            HeaderValue::Plain(value) => Held::Plain(value),
+            HeaderValue::Array(range) => Held::Unread(Unread {
+                stored: StorageInfo::new(&*name, range.start, range.end - range.start),
+                read: read_array,
+            }),
+        };
+        assembler.add_value(&KeyPath::from_key(key), &name, held)?;
     }
     Ok(assembler.finish(None))
 }

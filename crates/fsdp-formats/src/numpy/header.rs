@@ -128,26 +128,48 @@ fn text_after_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> 
         .ok_or_else(|| malformed("its header is no dict"))
 }
 
-/// Returns the dtype that has this name in NumPy. Any other name is an error.
+/// NumPy's codes of the dtypes that are read, without the order of their bytes.
+const CODES: [(&str, DType); 14] = [
+    ("f2", DType::F16),
+    ("f4", DType::F32),
+    ("f8", DType::F64),
+    ("i1", DType::I8),
+    ("i2", DType::I16),
+    ("i4", DType::I32),
+    ("i8", DType::I64),
+    ("u1", DType::U8),
+    ("u2", DType::U16),
+    ("u4", DType::U32),
+    ("u8", DType::U64),
+    ("b1", DType::Bool),
+    ("c8", DType::Complex64),
+    ("c16", DType::Complex128),
+];
+
+/// Returns the dtype that has this code in NumPy; `None` if none of numbers has it.
+pub(crate) fn dtype_from_code(code: &str) -> Option<DType> {
+    let entry = CODES.iter().find(|(known_code, _)| *known_code == code);
+    entry.map(|(_, dtype)| *dtype)
+}
+
+/// Returns NumPy's code of a dtype; `None` if NumPy has no such dtype.
+pub(crate) fn dtype_to_code(dtype: DType) -> Option<&'static str> {
+    let entry = CODES.iter().find(|(_, known_dtype)| *known_dtype == dtype);
+    entry.map(|(code, _)| *code)
+}
+
+/// Returns the dtype that has this name in NumPy: the order of its bytes and its code. Any other
+/// name is an error.
 fn dtype_from_name(name: &str) -> Result<DType, FormatError> {
-    Ok(match name {
-        "<f2" => DType::F16,
-        "<f4" => DType::F32,
-        "<f8" => DType::F64,
-        "|i1" => DType::I8,
-        "<i2" => DType::I16,
-        "<i4" => DType::I32,
-        "<i8" => DType::I64,
-        "|u1" => DType::U8,
-        "<u2" => DType::U16,
-        "<u4" => DType::U32,
-        "<u8" => DType::U64,
-        "|b1" => DType::Bool,
-        "<c8" => DType::Complex64,
-        "<c16" => DType::Complex128,
-        name => {
+    let dtype = name
+        .split_at_checked(1)
+        .and_then(|(order, code)| Some((order, dtype_from_code(code)?)));
+    match dtype {
+        Some(("|", dtype)) if dtype.size_in_bytes() == 1 => Ok(dtype),
+        Some(("<", dtype)) if dtype.size_in_bytes() > 1 => Ok(dtype),
+        _ => {
             let what = format!("an array of NumPy's type `{name}`");
-            return Err(FormatError::unsupported(what));
+            Err(FormatError::unsupported(what))
         }
-    })
+    }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use fsdp_layout::KeyPath;
 
 use self::header::ArrayHeader;
-pub(crate) use self::header::MAGIC;
+pub(crate) use self::header::{MAGIC, dtype_from_code, dtype_to_code};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, StorageStart};
 use crate::formats::checkpoint::Format;

@@ -100,6 +100,17 @@ pub(crate) fn text(out: &mut Vec<u8>, value: &str) {
     out.extend_from_slice(value.as_bytes());
 }
 
+/// Writes bytes. Protocol 2 has no opcode for them: as Python does, it is a call of
+/// `_codecs.encode` on a text that has one character for each byte.
+pub(crate) fn bytes(out: &mut Vec<u8>, value: &[u8]) {
+    global(out, "_codecs", "encode");
+    let characters: String = value.iter().map(|&byte| char::from(byte)).collect();
+    text(out, &characters);
+    text(out, "latin1");
+    close_tuple(out, 2);
+    out.push(REDUCE);
+}
+
 /// Writes text in the form of protocol 4, which is shorter for short text.
 pub(crate) fn text4(out: &mut Vec<u8>, value: &str) {
     match u8::try_from(value.len()) {

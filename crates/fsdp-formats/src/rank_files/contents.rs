@@ -30,7 +30,7 @@ pub(super) fn read(
     placements: Option<&Placements>,
 ) -> Result<FlatFile, FileError> {
     let mut flat = match file.kind {
-        FileKind::Torch => FlatFile::read(directory, &file.name, None)?,
+        FileKind::Torch => FlatFile::read_selected(directory, &file.name, None, &|_| true)?,
         FileKind::Safetensors => read_safetensors(directory, &file.name, placements)?,
         FileKind::Json => read_json(directory, &file.name)?,
         FileKind::Raw => read_raw(directory, &file.name)?,
@@ -92,11 +92,8 @@ fn read_json(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileE
     }
     let bytes = directory.read_checked(name, MAX_VALUE_BYTES)?;
     let mut budget = Budget::new(length, PICKLE_FACTOR);
-    budget
-        .charge_json("memory for JSON", &bytes)
-        .map_err(|over| directory.file_error(name, over.into()))?;
-    let value = python_json::parse(&bytes)
-        .map_err(|error| directory.file_error(name, FormatError::malformed("JSON", error)))?;
+    let value = python_json::parse(&bytes, &mut budget)
+        .map_err(|source| directory.file_error(name, source))?;
     let mut found = Leaves::new();
     let mut key_budget = Budget::new(length, PICKLE_FACTOR);
     let structure = flatten(&value, &KeyPath::default(), &mut found, &mut key_budget);

@@ -20,15 +20,15 @@ use super::sidecar::{
 };
 use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
 use super::values;
-use super::values_read::decode_values;
+use super::values_read::ValuesFile;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::index::Index;
 use crate::formats::lookup::{
-    check_replica, fill_from_chunks, item_error, lookup_error, tensor_of,
+    check_replica, fill_from_chunks, find_value, item_error, request_of, tensor_of,
 };
-use crate::formats::read::OpenOptions;
+use crate::formats::read::{OpenOptions, check_buffers};
 use crate::formats::replicas::check_replicas;
 use crate::formats::weights::{SHARD_PREFIX, Weights, key_in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
@@ -36,6 +36,7 @@ use crate::metadata::{
     BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
 };
 use crate::payload::slot::Slot;
+use crate::plan::plan_load;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
@@ -48,7 +49,12 @@ pub(crate) struct SafetensorsCheckpoint {
     format: Format,
     directory: CheckedDirectory,
     metadata: Metadata,
-    values: HashMap<String, PlainValue>,
+    /// The values, which are read when they are wanted.
+    values: Option<ValuesFile>,
+    /// The tensors inside values, which are not among the others.
+    inner_tensors: Metadata,
+    /// The bytes of all tensors, which those inside one value may not exceed by much.
+    stored_bytes: u64,
     /// The strides of chunks that lie among others of their tensor, by file and the position of the
     /// first element.
     strides: HashMap<(String, u64), Vec<usize>>,
@@ -171,7 +177,9 @@ impl SafetensorsCheckpoint {
             format,
             directory,
             metadata: Metadata::default(),
-            values: HashMap::new(),
+            values: None,
+            inner_tensors: Metadata::default(),
+            stored_bytes: 0,
             strides: HashMap::new(),
             boxes: HashMap::new(),
             first_files: HashMap::new(),
@@ -229,7 +237,7 @@ impl SafetensorsCheckpoint {
                 has_values_file = true;
                 let bytes = opened.directory.read_checked(candidate, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == *hash {
-                    opened.add_values(candidate, &bytes)?;
+                    opened.add_values(candidate, bytes)?;
                     return Ok(opened.with_paths());
                 }
             }
@@ -290,7 +298,7 @@ impl SafetensorsCheckpoint {
             let bytes = opened
                 .directory
                 .read_checked(VALUES_FILE, MAX_INDEX_BYTES)?;
-            opened.add_values(VALUES_FILE, &bytes)?;
+            opened.add_values(VALUES_FILE, bytes)?;
         }
         Ok(opened.with_paths())
     }
@@ -596,7 +604,11 @@ impl SafetensorsCheckpoint {
         let Some(overlap) = part_bounds.intersect(&slot.bounds) else {
             return Ok(());
         };
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let tensor = match self.inner_tensors.tensor(fqn) {
+            Some(tensor) => tensor,
+            None => tensor_of(&self.metadata, fqn)?,
+        };
+        let dtype = tensor.properties.dtype;
         let file = self.directory.file(&stored.relative_path)?;
         let layout = StridedLayout {
             bounds: part_bounds.clone(),
@@ -617,40 +629,38 @@ impl SafetensorsCheckpoint {
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 
-    /// Adds the values of a values file, and removes the tensors inside of them from the other
+    /// Adds the values of a values file, and takes the tensors inside of them away from the other
     /// tensors. A value with the key of a tensor is an error.
-    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
+    fn add_values(&mut self, name: &str, text: Vec<u8>) -> Result<(), FileError> {
+        let mut values_file =
+            ValuesFile::new(text).map_err(|error| self.directory.file_error(name, error))?;
+        let stored = self.metadata.stored();
+        self.stored_bytes = stored.map(|(_, _, stored)| stored.length).sum();
         // Tensors inside values lie among the others, under keys of their own; here they belong to
         // their value again.
-        let mut inner_keys = HashSet::new();
-        // Several values may name one tensor.
-        let stored = self.metadata.stored();
-        let mut budget = Budget::new(stored.map(|(_, _, stored)| stored.length).sum(), 1);
-        let values_file = decode_values(bytes, &mut |key| {
-            let tensor = self.read_inner_tensor(key, &mut budget)?;
-            inner_keys.insert(key.to_owned());
-            Ok(tensor)
-        })
-        .map_err(|error| self.directory.file_error(name, error))?;
-        self.metadata
-            .entries
-            .retain(|key, _| !inner_keys.contains(key));
+        let inner_keys = values_file
+            .find_inner_tensors(&|key| self.metadata.tensor(key).is_some())
+            .map_err(|error| self.directory.file_error(name, error))?;
+        let entries = std::mem::take(&mut self.metadata.entries);
+        (self.inner_tensors.entries, self.metadata.entries) = entries
+            .into_iter()
+            .partition(|(key, _)| inner_keys.contains(key));
         self.metadata
             .replicas
             .retain(|replica| !inner_keys.contains(&replica.fqn));
-        for (fqn, value) in values_file.values {
-            if self.metadata.entries.contains_key(&fqn) {
+        for fqn in values_file.keys() {
+            if self.metadata.entries.contains_key(fqn) {
                 // Another program has added a tensor of that name. Neither may hide the other.
                 let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
                 return Err(self.directory.file_error(name, values::malformed(reason)));
             }
             let entry = Entry::Bytes(BytesEntry {
-                stored: Some(StorageInfo::new(name, 0, bytes.len() as u64)),
+                stored: Some(StorageInfo::new(name, 0, values_file.length())),
             });
-            self.metadata.entries.insert(fqn.clone(), entry);
-            self.values.insert(fqn, value);
+            self.metadata.entries.insert(fqn.to_owned(), entry);
         }
-        self.paths = self.paths.take().or(values_file.paths);
+        self.paths = self.paths.take().or(values_file.take_paths());
+        self.values = Some(values_file);
         Ok(())
     }
 
@@ -660,20 +670,40 @@ impl SafetensorsCheckpoint {
         key: &str,
         budget: &mut Budget,
     ) -> Result<PlainTensor, FormatError> {
-        let Some(tensor) = self.metadata.tensor(key) else {
-            return Err(values::malformed(format!("no tensor `{key}`")));
-        };
+        let no_tensor = || values::malformed(format!("no tensor `{key}`"));
+        let tensor = self.inner_tensors.tensor(key).ok_or_else(no_tensor)?;
         let chunks = tensor.chunks.iter().flat_map(|chunk| &chunk.stored);
         let length: u64 = chunks.map(|stored| stored.length).sum();
         budget.charge("bytes of tensors in values", length)?;
         let bounds = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length as usize];
-        self.read_box(key, &bounds, &mut data)
-            .map_err(|_| values::malformed(format!("no tensor `{key}`")))?;
+        self.read_inner_box(key, tensor, &bounds, &mut data)
+            .map_err(|_| no_tensor())?;
         Ok(PlainTensor {
             dtype: tensor.properties.dtype,
             shape: bounds.sizes,
             data,
+        })
+    }
+
+    /// Fills `dst` with a box of a tensor that is inside of a value. Chunks that do not hold all of
+    /// it are an error.
+    fn read_inner_box(
+        &self,
+        key: &str,
+        tensor: &TensorEntry,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let request = request_of(&self.inner_tensors, key, bounds)?;
+        plan_load(&self.inner_tensors, [&request])?;
+        check_buffers(&request, request.dtype, &[&mut *dst])?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let slots = &mut [Slot::new(bounds.clone(), dst)];
+        fill_from_chunks(key, tensor, slots, &|whole, stored, slot| {
+            self.read_part(key, whole, stored, slot)
         })
     }
 }
@@ -764,9 +794,12 @@ impl Checkpoint for SafetensorsCheckpoint {
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.values
-            .get(fqn)
-            .cloned()
-            .ok_or_else(|| lookup_error(&self.metadata, fqn, "value"))
+        let stored = find_value(&self.metadata, fqn)?;
+        let mut budget = Budget::new(self.stored_bytes, 1);
+        let read = self.values.as_ref().and_then(|values| {
+            values.read(fqn, &mut |key| self.read_inner_tensor(key, &mut budget))
+        });
+        read.ok_or_else(|| FileError::not_stored(fqn))?
+            .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 }

@@ -46,15 +46,19 @@ pub fn encode_values<'v>(
     values: &'v IndexMap<String, PlainValue>,
     store_tensor: &mut StoreTensor<'_, 'v>,
 ) -> Result<Vec<u8>, (String, FormatError)> {
-    let mut object = Map::new();
-    for (fqn, value) in values {
-        let json = to_json(value, fqn, 0, store_tensor).map_err(|error| (fqn.clone(), error))?;
-        object.insert(fqn.clone(), json);
-    }
-    let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
+    // Each value gets a line, and only its JSON is in memory besides the text.
     let mut bytes =
-        serde_json::to_vec_pretty(&file).map_err(|error| (String::new(), malformed(error)))?;
-    bytes.push(b'\n');
+        format!("{{\n  \"format\": \"{FORMAT}\",\n  \"version\": {VERSION},\n  \"values\": {{")
+            .into_bytes();
+    for (index, (fqn, value)) in values.iter().enumerate() {
+        let json = to_json(value, fqn, 0, store_tensor).map_err(|error| (fqn.clone(), error))?;
+        bytes.extend_from_slice(if index > 0 { b",\n    " } else { b"\n    " });
+        bytes.extend_from_slice(Value::from(fqn.as_str()).to_string().as_bytes());
+        bytes.extend_from_slice(b": ");
+        serde_json::to_writer(&mut bytes, &json)
+            .map_err(|error| (fqn.clone(), malformed(error)))?;
+    }
+    bytes.extend_from_slice(b"\n  }\n}\n");
     Ok(bytes)
 }
 

@@ -1,27 +1,31 @@
 //! The content of a file of `torch.save`: a nested state dict, flattened as DCP does it.
 //!
 //! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict
-//! with tensors. Other values are read when the file is opened, with the tensors that they hold.
+//! with tensors. A dict or list of very many values without tensors, such as a log, stays one
+//! value. Values are read when the file is opened, with the tensors that they hold.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, PythonType};
 use indexmap::IndexMap;
 use tracing::warn;
 
 use super::Result;
 use super::legacy;
+use super::numpy::NumpyRef;
 use super::sharded::{ShardedRef, is_sharded};
 use super::storages::Storages;
 use super::tensor_ref::TensorRef;
 use super::value::{COPIES, LoadTensors as _, TensorLoader, convert};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Elements, Held, Piece};
+use crate::formats::checkpoint::KeyFilter;
 use crate::formats::structure::{Structure, key_texts};
-use crate::pickle::{Fields, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
+use crate::limits::MAX_FLAT_VALUES;
+use crate::pickle::{Fields, Global, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::ReadAt;
 use crate::zip::Directory;
@@ -56,8 +60,9 @@ pub(crate) enum Leaf {
 }
 
 impl FlatFile {
-    /// Reads a file of this name: its pickle and the values in it. Tensors are located, but not
-    /// read. `archive` is the directory of the file's records, if that was read already.
+    /// Reads a file of this name: its pickle and the values in it, each at a flat key. Tensors are
+    /// located, but not read. `archive` is the directory of the file's records, if that was read
+    /// already.
     ///
     /// Logs a warning if some tensors have a class or attributes in Python that are not kept.
     pub(crate) fn read(
@@ -65,9 +70,31 @@ impl FlatFile {
         name: &str,
         archive: Option<Directory>,
     ) -> Result<Self, FileError> {
+        Self::read_with(directory, name, archive, None)
+    }
+
+    /// Reads a file as [`FlatFile::read`] does, but dicts and lists of very many values without
+    /// tensors stay one value each. Those whose flat keys `is_wanted` returns `false` for are left
+    /// out.
+    pub(crate) fn read_selected(
+        directory: &CheckedDirectory,
+        name: &str,
+        archive: Option<Directory>,
+        is_wanted: KeyFilter<'_>,
+    ) -> Result<Self, FileError> {
+        Self::read_with(directory, name, archive, Some(is_wanted))
+    }
+
+    /// Reads a file in one of the two ways.
+    fn read_with(
+        directory: &CheckedDirectory,
+        name: &str,
+        archive: Option<Directory>,
+        is_wanted: Option<KeyFilter<'_>>,
+    ) -> Result<Self, FileError> {
         let file = directory.file(name)?;
-        let (found, structure, storages) =
-            flatten_file(&*file, archive).map_err(|source| directory.file_error(name, source))?;
+        let (found, structure, storages) = flatten_file(&*file, archive, is_wanted)
+            .map_err(|source| directory.file_error(name, source))?;
         let flat = FlatFile {
             name: Arc::from(name),
             path: directory.path().join(name),
@@ -142,14 +169,41 @@ fn path_bytes(path: &KeyPath) -> usize {
 struct Flattener<'p, 'a> {
     walk: Walk<'p, 'a>,
     loader: TensorLoader<'p>,
+    /// The dicts and lists that are not flattened, because they hold very many values.
+    large: HashSet<NodeId>,
+    /// Returns `true` for the flat keys of the large ones that are read. Others are left out.
+    /// Without this, all are flattened.
+    is_wanted: Option<KeyFilter<'p>>,
     found: Leaves,
 }
 
-/// Reads a file's pickle, finds its storages, and flattens the state dict in it. An archive that
-/// `torch.export.save` has written is an error.
+/// The contents of a part of a state dict.
+#[derive(Clone, Copy)]
+struct Contents {
+    /// The number of flat keys that it would have.
+    keys: usize,
+    /// `true` if it is a dict, or a list with one in it.
+    has_dicts: bool,
+    /// `true` if it holds tensors, or objects that have to stay apart because they are never built.
+    has_objects: bool,
+}
+
+impl Contents {
+    /// A value that is neither of containers nor of objects.
+    const PLAIN: Contents = Contents {
+        keys: 1,
+        has_dicts: false,
+        has_objects: false,
+    };
+}
+
+/// Reads a file's pickle, finds its storages, and flattens the state dict in it. Very large values
+/// whose keys are not wanted are left out. An archive that `torch.export.save` has written is an
+/// error.
 fn flatten_file(
     file: &dyn ReadAt,
     archive: Option<Directory>,
+    is_wanted: Option<KeyFilter<'_>>,
 ) -> Result<(Leaves, Structure, Storages)> {
     let mut start = [0; legacy::START_LENGTH];
     if archive.is_none() && file.len() >= start.len() as u64 {
@@ -175,8 +229,15 @@ fn flatten_file(
     let mut flattener = Flattener {
         walk: Walk::new(&parsed),
         loader: TensorLoader::new(&storages, file),
+        large: HashSet::new(),
+        is_wanted,
         found: Leaves::new(),
     };
+    if is_wanted.is_some() {
+        flattener.find_large(parsed.root())?;
+        // A file always has flat keys.
+        flattener.large.remove(&parsed.root());
+    }
     let structure = flattener.flatten(parsed.root(), &KeyPath::default())?;
     let found = flattener.found;
     Ok((found, structure, storages))
@@ -189,6 +250,7 @@ impl Flattener<'_, '_> {
         let pickle = self.walk.pickle;
         self.walk.enter(id)?;
         let structure = match pickle.node(id) {
+            _ if self.large.contains(&id) => self.add_leaf(id, path)?,
             Node::Opaque(object) if self.is_module(id, object)? => {
                 let items = self.flatten_module(id, object, path)?;
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
@@ -202,22 +264,26 @@ impl Flattener<'_, '_> {
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
                 Structure::Tuple(self.flatten_all(pickle.sequence(id)?, path)?)
             }
-            _ => {
-                // The path and the flat key are kept in several places.
-                let path_cost_bytes = 8 * path_bytes(path) as u64;
-                self.walk.charge(id, "memory for keys", path_cost_bytes)?;
-                let fqn = path.flat_key();
-                let leaf = self.read_leaf(id).map_err(|error| error.of_key(&fqn))?;
-                let duplicate = self.found.insert(fqn.clone(), (path.clone(), leaf));
-                if duplicate.is_some() {
-                    let what = format!("two values with the flat key `{fqn}`");
-                    return Err(FormatError::unsupported(what));
-                }
-                Structure::Leaf(fqn)
-            }
+            _ => self.add_leaf(id, path)?,
         };
         self.walk.leave();
         Ok(structure)
+    }
+
+    /// Adds the tensor or value of a node at its flat key. Two values with one flat key are an
+    /// error.
+    fn add_leaf(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure> {
+        // The path and the flat key are kept in several places.
+        let path_cost_bytes = 8 * path_bytes(path) as u64;
+        self.walk.charge(id, "memory for keys", path_cost_bytes)?;
+        let fqn = path.flat_key();
+        let leaf = self.read_leaf(id).map_err(|error| error.of_key(&fqn))?;
+        let duplicate = self.found.insert(fqn.clone(), (path.clone(), leaf));
+        if duplicate.is_some() {
+            let what = format!("two values with the flat key `{fqn}`");
+            return Err(FormatError::unsupported(what));
+        }
+        Ok(Structure::Leaf(fqn))
     }
 
     /// Adds the parameters, buffers and submodules of a module, and returns them by name.
@@ -252,6 +318,13 @@ impl Flattener<'_, '_> {
         for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
             let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
             let item_path = self.child_path(id, path, text)?;
+            let is_left_out = self.large.contains(&value)
+                && self
+                    .is_wanted
+                    .is_some_and(|is_wanted| !is_wanted(&item_path.flat_key()));
+            if is_left_out {
+                continue;
+            }
             items.push((key, self.flatten(value, &item_path)?));
         }
         Ok(items)
@@ -275,19 +348,23 @@ impl Flattener<'_, '_> {
     }
 
     /// Returns `true` if a key of a dict is an object that only running code could build, as an
-    /// enum or a number of NumPy is. Then nothing in the dict has a flat key, and all of it is one
-    /// opaque value.
+    /// enum is, or a number of NumPy. Then nothing in the dict has a flat key, and all of it is one
+    /// value.
     fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool> {
         for &(key, _) in entries {
             // Nearly all keys are text.
             if matches!(self.walk.pickle.node(key), Node::Str(_)) {
                 continue;
             }
-            match self.read_key(key) {
+            let key = match self.read_key(key) {
                 Err(FormatError::Pickle(error)) if error.opaque_type().is_some() => {
                     return Ok(true);
                 }
-                key => drop(key?),
+                key => key?,
+            };
+            // What NumPy makes of its numbers in text depends on its version.
+            if holds_numpy(&key) {
+                return Ok(true);
             }
         }
         Ok(false)
@@ -343,6 +420,81 @@ impl Flattener<'_, '_> {
         items
             .map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index))))
             .collect()
+    }
+
+    /// Finds the dicts and lists at and below a node that hold more values than are flattened, and
+    /// neither tensors nor objects: the innermost ones, which count as one value in those around
+    /// them. Returns what the node holds.
+    fn find_large(&mut self, id: NodeId) -> Result<Contents> {
+        let pickle = self.walk.pickle;
+        let mut contents = Contents {
+            keys: 0,
+            ..Contents::PLAIN
+        };
+        match pickle.node(id) {
+            Node::Dict(entries) => {
+                self.walk.enter(id)?;
+                contents.has_dicts = true;
+                for &(key, value) in entries {
+                    contents.has_objects |=
+                        matches!(pickle.node(key), Node::Opaque(_) | Node::Foreign(..));
+                    self.add_contents(&mut contents, value)?;
+                }
+            }
+            Node::List(_) | Node::Tuple(_) => {
+                self.walk.enter(id)?;
+                for &item in pickle.sequence(id)? {
+                    self.add_contents(&mut contents, item)?;
+                }
+                let is_flattened = match pickle.node(id) {
+                    Node::List(_) => contents.has_dicts || contents.has_objects,
+                    // A tuple is flattened if a dict in it has tensors.
+                    _ => contents.has_dicts && contents.has_objects,
+                };
+                if !is_flattened {
+                    contents.keys = 1;
+                }
+            }
+            Node::Opaque(object) => {
+                self.walk.charge(id, "expanded size", LOOK_COST_BYTES)?;
+                return Ok(Contents {
+                    has_objects: NumpyRef::find(pickle, object).is_none(),
+                    ..Contents::PLAIN
+                });
+            }
+            Node::Global(Global::DType(_) | Global::QScheme(_)) => return Ok(Contents::PLAIN),
+            Node::Object(object)
+                if matches!(
+                    object.global,
+                    Global::Size | Global::Path(_) | Global::Device
+                ) =>
+            {
+                return Ok(Contents::PLAIN);
+            }
+            Node::Object(_) | Node::Global(_) | Node::Foreign(..) | Node::PersistentId(_) => {
+                return Ok(Contents {
+                    has_objects: true,
+                    ..Contents::PLAIN
+                });
+            }
+            _ => return Ok(Contents::PLAIN),
+        }
+        self.walk.leave();
+        if contents.keys > MAX_FLAT_VALUES && !contents.has_objects {
+            self.large.insert(id);
+            contents.keys = 1;
+        }
+        Ok(contents)
+    }
+
+    /// Adds what an item of a container holds to what the container holds.
+    fn add_contents(&mut self, contents: &mut Contents, item: NodeId) -> Result<()> {
+        self.walk.charge(item, "expanded size", 1)?;
+        let of_item = self.find_large(item)?;
+        contents.keys = contents.keys.saturating_add(of_item.keys);
+        contents.has_dicts |= of_item.has_dicts;
+        contents.has_objects |= of_item.has_objects;
+        Ok(())
     }
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
@@ -458,6 +610,18 @@ impl Flattener<'_, '_> {
         Ok(self
             .walk
             .charge(id, "expanded size", NAME_COST_BYTES + text_bytes)?)
+    }
+}
+
+/// Returns `true` for a value of NumPy, and for a tuple with one in it.
+fn holds_numpy(value: &PlainValue) -> bool {
+    match value {
+        PlainValue::Typed(
+            PythonType::NumpyArray | PythonType::NumpyScalar | PythonType::NumpyDType,
+            _,
+        ) => true,
+        PlainValue::Tuple(items) => items.iter().any(holds_numpy),
+        _ => false,
     }
 }
 

@@ -4,6 +4,7 @@
 pub(crate) mod flat;
 pub(crate) mod index;
 pub(crate) mod legacy;
+mod numpy;
 pub(crate) mod read;
 pub(crate) mod sharded;
 mod storages;

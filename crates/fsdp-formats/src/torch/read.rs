@@ -4,14 +4,14 @@ use fsdp_layout::{KeyPath, PathPart};
 
 use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
-use crate::formats::checkpoint::Format;
+use crate::formats::checkpoint::{Format, KeyFilter};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
 use crate::zip::Directory;
 
 /// Opens a file of `torch.save`, written by any version of torch. `archive` is the directory of its
-/// records, if it has one.
+/// records, if it has one. Very large values whose keys are not wanted may be left out.
 ///
 /// Sharded tensors become whole tensors whose chunks are the parts of the ranks. In a file that one
 /// of several ranks has written, the chunks of the other ranks are missing.
@@ -19,10 +19,11 @@ pub(crate) fn open(
     location: &Location,
     directory: CheckedDirectory,
     archive: Option<Directory>,
+    is_wanted: KeyFilter<'_>,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Torch, location.name(), directory);
-    let flat = FlatFile::read(assembler.directory(), name, archive)?;
+    let flat = FlatFile::read_selected(assembler.directory(), name, archive, is_wanted)?;
     add(&mut assembler, &flat, &[])?;
     Ok(assembler.finish(Some(flat.structure)))
 }

@@ -7,6 +7,7 @@ use fsdp_digest::{Digest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
 
 use super::Result;
+use super::numpy::{NumpyRef, write_numpy};
 use super::storages::Storages;
 use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
 use crate::budget::{Budget, check_depth};
@@ -113,16 +114,7 @@ impl<'v> ValueWriter<'_, 'v> {
             PlainValue::BigInt(bytes) => write::big_int(self.out, bytes),
             PlainValue::Float(value) => write::float(self.out, *value),
             PlainValue::Str(value) => write::text(self.out, value),
-            PlainValue::Bytes(value) => {
-                // Protocol 2 has no opcode for bytes. As Python does, write a call of
-                // `_codecs.encode` on a text that has one character for each byte.
-                write::global(self.out, "_codecs", "encode");
-                let text: String = value.iter().map(|&byte| char::from(byte)).collect();
-                write::text(self.out, &text);
-                write::text(self.out, "latin1");
-                write::close_tuple(self.out, 2);
-                self.out.push(write::REDUCE);
-            }
+            PlainValue::Bytes(value) => write::bytes(self.out, value),
             PlainValue::List(items) => self.write_list(items, depth)?,
             PlainValue::Tuple(items) => {
                 write::open_tuple(self.out, items.len());
@@ -224,6 +216,10 @@ impl<'v> ValueWriter<'_, 'v> {
             (PythonType::FrozenSet, PlainValue::Set(items)) => {
                 return self.write_set("frozenset", items, depth);
             }
+            (
+                PythonType::NumpyArray | PythonType::NumpyScalar | PythonType::NumpyDType,
+                description,
+            ) => return write_numpy(self.out, python_type, description),
             (PythonType::Device, PlainValue::Str(name)) => {
                 write::global(self.out, "torch", "device");
                 let indexed = name
@@ -577,6 +573,7 @@ pub(crate) fn convert(
             convert_object(walk, id, object, loader)?
         }
         Node::Opaque(object) if walk.describes => describe_opaque(walk, id, object, loader)?,
+        Node::Opaque(object) => convert_numpy(walk, id, object)?,
         Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(pickle, id) {
             Ok(storage) => describe_storage(walk, id, &storage, loader)?,
             // A persistent id that is not that of a storage of a known class.
@@ -637,6 +634,21 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
         Node::Global(_) | Node::PersistentId(_) => return Err(not_plain_error(pickle, id).into()),
         _ => return Err(pickle.expected_error(id, "a plain value").into()),
     })
+}
+
+/// Returns the value of NumPy that an object of an unknown class is. All other objects are opaque.
+fn convert_numpy(
+    walk: &mut Walk<'_, '_>,
+    id: NodeId,
+    object: &OpaqueNode<'_>,
+) -> Result<PlainValue> {
+    let pickle = walk.pickle;
+    let Some(numpy) = NumpyRef::find(pickle, object) else {
+        return Err(pickle.expected_error(id, "a plain value").into());
+    };
+    // Many references may lead to one array, and each makes a copy of it.
+    walk.charge(id, COPIES, numpy.memory_bytes())?;
+    Ok(numpy.into_value())
 }
 
 /// Turns nodes into values, in order.

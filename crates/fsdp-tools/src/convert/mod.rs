@@ -18,6 +18,7 @@ mod dequantize;
 mod integer_keys;
 mod integers;
 mod names;
+mod numpy;
 mod old_values;
 mod opaque;
 mod output;
@@ -147,7 +148,7 @@ pub fn convert(
         }
         OutputFormat::Torch => to_torch::write(conversion, &mut changes),
         OutputFormat::TorchCheckpointing { ranks } => {
-            to_torch_checkpointing::write(conversion, ranks.max(1))
+            to_torch_checkpointing::write(conversion, ranks.max(1), &mut changes)
         }
     }?;
 

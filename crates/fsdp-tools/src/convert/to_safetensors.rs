@@ -4,9 +4,9 @@ use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
 use fsdp_formats::internals::{
     DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, INTEGRITY_FILE, Integrity, PATHS,
-    PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, charge_text, check_copy,
-    decode_values, digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text,
-    shard_name, values_hash, values_names, write_payloads, wrong_box,
+    PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, ValuesFile, charge_text,
+    digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text, shard_name,
+    values_hash, values_names, write_payloads, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
@@ -17,8 +17,8 @@ use indexmap::IndexMap;
 
 use super::old_values::OldValues;
 use super::output::{
-    CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
-    saturating_bytes,
+    CheckpointPayloads, Conversion, InnerTensors, check_digests, commit_file, encode_error,
+    rows_of_rank, saturating_bytes,
 };
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
@@ -73,9 +73,13 @@ impl<'s> SideContents<'s> {
             shape: Vec::new(),
             data: Vec::new(),
         };
-        decode_values(&bytes, &mut |_| Ok(empty.clone()))
-            .map_err(|source| encode_error(VALUES_FILE, source))?;
-        Ok((Some(bytes), inner_tensors))
+        let file = ValuesFile::new(bytes).map_err(|source| encode_error(VALUES_FILE, source))?;
+        for fqn in self.values.keys() {
+            if let Some(Err(source)) = file.read(fqn, &mut |_| Ok(empty.clone())) {
+                return Err(encode_error(fqn, source));
+            }
+        }
+        Ok((Some(file.into_text()), inner_tensors))
     }
 
     /// Returns the key for a tensor that was inside a value: its path, with a number behind it if
@@ -354,7 +358,7 @@ pub(super) fn write_file(
         &list_whole_tensors(source, &inner_tensors),
         &mut sums,
     )?;
-    check_copy(staging.target(), source.digests(), &side.digests(&sums))?;
+    check_digests(source, staging.target(), &side.digests(&sums))?;
     commit_file(staging, Some(sidecar))?;
     Ok(values.map(|_| values_name))
 }
@@ -420,8 +424,7 @@ impl<'w> DirectoryWriter<'w> {
         index: Option<Vec<u8>>,
     ) -> Result<Option<String>, FileError> {
         let digests = self.side.digests(&self.sums);
-        let source_digests = self.side.source.digests();
-        check_copy(self.staging.target(), source_digests, &digests)?;
+        check_digests(self.side.source, self.staging.target(), &digests)?;
         self.integrity.digests = Some(digests);
         // The integrity file covers the small files too, so they are hashed before it is written.
         let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());

@@ -15,6 +15,7 @@ use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::integer_keys::restore_integer_keys;
+use super::numpy::{holds_numpy, without_numpy};
 use super::output::{
     CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, saturating_bytes,
     unsupported,
@@ -179,15 +180,35 @@ pub(super) fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, Fil
     Ok(structure)
 }
 
-/// Reads all values of a checkpoint. Values are small, so all of them are held.
-pub(super) fn read_values(
+/// Returns the containers and the values of a checkpoint as files of torch hold them, and adds to
+/// `changes` what becomes another type. Values are small, so all of them are held.
+pub(super) fn read_content(
     source: &dyn Checkpoint,
-) -> Result<HashMap<String, PlainValue>, FileError> {
+    changes: &mut Vec<Change>,
+) -> Result<(Structure, HashMap<String, PlainValue>), FileError> {
+    let mut structure = choose_structure(source)?;
+    let mut with_numpy = Vec::new();
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
-        values.insert(fqn.to_owned(), source.read_value(fqn)?);
+        let mut value = source.read_value(fqn)?;
+        if holds_numpy(&value) {
+            value = without_numpy(value);
+            with_numpy.push(fqn.to_owned());
+        }
+        values.insert(fqn.to_owned(), value);
     }
-    Ok(values)
+    changes.extend(Change::new(
+        "value",
+        "of NumPy became a tensor, or a number of Python's",
+        with_numpy,
+    ));
+    // Where the types of keys are known, they stay as they are.
+    if source.structure().is_none() {
+        let restored = restore_integer_keys(&mut structure, &values);
+        let what = "of optimizer state became the integer that `param_groups` has";
+        changes.extend(Change::new("key", what, restored));
+    }
+    Ok((structure, values))
 }
 
 /// Writes all of a checkpoint as one file of `torch.save`, and adds to `changes` what differs from
@@ -197,14 +218,7 @@ pub(super) fn write(
     conversion: Conversion<'_>,
     changes: &mut Vec<Change>,
 ) -> Result<Option<String>, FileError> {
-    let mut structure = choose_structure(conversion.source)?;
-    let values = read_values(conversion.source)?;
-    // Where the types of keys are known, they stay as they are.
-    if conversion.source.structure().is_none() {
-        let restored = restore_integer_keys(&mut structure, &values);
-        let what = "of optimizer state became the integer that `param_groups` has";
-        changes.extend(Change::new("key", what, restored));
-    }
+    let (structure, values) = read_content(conversion.source, changes)?;
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
     // so such a file has the usual root.
     let stem = conversion

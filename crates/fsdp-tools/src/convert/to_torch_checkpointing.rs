@@ -3,21 +3,22 @@
 //! tensors are cut. The library reads it on any number of ranks, through a resharder.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Structure};
+use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
-    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, check_copy, pickle_write, write_value,
+    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, pickle_write, write_value,
 };
 use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::PlainValue;
 use fsdp_layout::boxes::row_major_strides;
 
-use super::copied::copy_files;
-use super::output::{Conversion, encode_error, unsupported};
+use super::numpy::holds_numpy;
+use super::output::{Conversion, check_digests, encode_error, unsupported};
 use super::to_safetensors::Sums;
-use super::to_torch::{Archive, choose_structure, read_values};
+use super::to_torch::{Archive, read_content};
 
 /// The name of the file that describes the tensors.
 const METADATA: &str = "metadata.pkl";
@@ -38,15 +39,18 @@ struct Item<'s> {
 
 /// Writes all of a checkpoint for so many ranks. Files of `torch.save` hold any value, so no file
 /// has to hold values beside them, and `None` is returned.
-pub(super) fn write(conversion: Conversion<'_>, ranks: usize) -> Result<Option<String>, FileError> {
+pub(super) fn write(
+    conversion: Conversion<'_>,
+    ranks: usize,
+    changes: &mut Vec<Change>,
+) -> Result<Option<String>, FileError> {
     let source = conversion.source;
-    let structure = choose_structure(source)?;
+    let (structure, values) = read_content(source, changes)?;
     let items = split_into_items(source, &structure, ranks);
     let metadata = encode_metadata(source, &items, ranks)?;
-    let values = read_values(source)?;
     conversion.staging.claim()?;
     let mut integrity = Integrity {
-        files: copy_files(conversion.copied_files, &conversion.staging)?,
+        files: conversion.copied_files.copy_to(&conversion.staging)?,
         ..Integrity::default()
     };
     let mut sums = Sums::new();
@@ -66,7 +70,7 @@ pub(super) fn write(conversion: Conversion<'_>, ranks: usize) -> Result<Option<S
     }
     let digests = digests(source, &values, &sums);
     let staging = conversion.staging;
-    check_copy(staging.target(), source.digests(), &digests)?;
+    check_unchanged(source, staging.target(), &digests)?;
     // Where the states of ranks are in files of their own, a reader may find that they are the
     // same, and give them other keys than these digests have.
     if items.iter().all(|item| item.by_rank.is_empty()) {
@@ -88,6 +92,33 @@ pub(super) fn write(conversion: Conversion<'_>, ranks: usize) -> Result<Option<S
     })?;
     staging.commit(INTEGRITY_FILE, &bytes)?;
     Ok(None)
+}
+
+/// Checks that what was written to `path` has the digests that the source has recorded, if it has
+/// any. Values of NumPy became other types, so these differ.
+fn check_unchanged(
+    source: &dyn Checkpoint,
+    path: &Path,
+    written: &StateDigest,
+) -> Result<(), FileError> {
+    let (path, names) = match check_digests(source, path, written) {
+        Err(FileError::Digests { path, names }) => (path, names),
+        outcome => return outcome,
+    };
+    let mut differing = Vec::new();
+    for fqn in names {
+        let is_value = source.metadata().tensor(&fqn).is_none();
+        if !(is_value && holds_numpy(&source.read_value(&fqn)?)) {
+            differing.push(fqn);
+        }
+    }
+    if differing.is_empty() {
+        return Ok(());
+    }
+    Err(FileError::Digests {
+        path,
+        names: differing,
+    })
 }
 
 /// Returns the items: the entries of the outermost dict, if their keys can be names of items, and

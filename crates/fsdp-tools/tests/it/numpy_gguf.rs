@@ -157,7 +157,7 @@ fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
     assert!(matches!(
         model.read_value("blk.0.ffn_gate.weight"),
         Err(FileError::Item {
-            source: FormatError::Opaque { .. },
+            source: FormatError::NotRead { .. },
             ..
         })
     ));

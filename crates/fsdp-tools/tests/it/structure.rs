@@ -57,9 +57,11 @@ fn typed() -> Vec<(PlainValue, PlainValue)> {
         PythonType::Device => "cuda:1".into(),
         _ => "/a/b".into(),
     };
+    // A file of torch has other types for those of NumPy.
     PythonType::ALL
         .iter()
         .copied()
+        .filter(|of| !of.name().starts_with("numpy."))
         .map(|of| {
             (
                 of.name().replace('.', "_").into(),

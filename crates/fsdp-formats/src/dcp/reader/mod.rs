@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fsdp_digest::StateDigest;
+use fsdp_digest::{Digest, StateDigest};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::budget::Budget;
@@ -128,6 +128,25 @@ impl CheckpointReader {
             decode_value_within(&bytes, budget, describes)
         })
     }
+
+    /// Returns a value in the form in which its digest was recorded. Version 0.1 did not read
+    /// values of NumPy, and recorded the digests of their descriptions.
+    fn recorded_form(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+        value: PlainValue,
+    ) -> Result<PlainValue, FileError> {
+        let recorded = self.digests().and_then(|recorded| recorded.get(fqn));
+        if recorded.is_none_or(|recorded| recorded == Digest::of_value(&value)) {
+            return Ok(value);
+        }
+        let description = self.read_value_at(fqn, stored, true)?;
+        if recorded == Some(Digest::of_value(&description)) {
+            return Ok(description);
+        }
+        Ok(value)
+    }
 }
 
 impl Checkpoint for CheckpointReader {
@@ -194,7 +213,12 @@ impl Checkpoint for CheckpointReader {
         {
             return self.read_object(fqn, stored, describe_object);
         }
-        self.read_value_at(fqn, find_value(&self.metadata, fqn)?, true)
+        let stored = find_value(&self.metadata, fqn)?;
+        match self.read_value_at(fqn, stored, false) {
+            Ok(value) => self.recorded_form(fqn, stored, value),
+            Err(error) if error.opaque_type().is_some() => self.read_value_at(fqn, stored, true),
+            Err(error) => Err(error),
+        }
     }
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
