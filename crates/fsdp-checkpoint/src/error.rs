@@ -3,7 +3,7 @@
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_flat::FlatError;
+use fsdp_flat::{FlatError, candle_message};
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
@@ -29,8 +29,8 @@ pub enum CheckpointError {
     #[error(transparent)]
     State(#[from] StateError),
     /// candle refused.
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    #[error("{}", candle_message(.0))]
+    Candle(candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
     Files(#[from] fsdp_formats::FileError),
@@ -182,6 +182,12 @@ impl LoadError for CheckpointError {
             error => NnError::State(with_causes_in_text(&error)),
         });
         Ok(NnError::agree(group, operation, hash, outcome)?)
+    }
+}
+
+impl From<candle_core::Error> for CheckpointError {
+    fn from(error: candle_core::Error) -> Self {
+        CheckpointError::Candle(error)
     }
 }
 

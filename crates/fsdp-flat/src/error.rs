@@ -8,8 +8,8 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum FlatError {
     /// candle refused.
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    #[error("{}", candle_message(.0))]
+    Candle(candle_core::Error),
     /// The parameters cannot be laid out.
     #[error(transparent)]
     Layout(#[from] FlatLayoutError),
@@ -122,6 +122,29 @@ pub enum FlatError {
         /// The box asked for.
         wanted: TensorBox,
     },
+}
+
+impl From<candle_core::Error> for FlatError {
+    fn from(error: candle_core::Error) -> Self {
+        FlatError::Candle(error)
+    }
+}
+
+/// Returns the message of an error of candle in one line, without the stack of calls that candle
+/// adds to it if `RUST_BACKTRACE` is set.
+#[must_use]
+pub fn candle_message(error: &candle_core::Error) -> String {
+    use candle_core::Error;
+    match error {
+        Error::WithBacktrace { inner, .. } => candle_message(inner),
+        Error::Context { inner, context } => format!("{context}: {}", candle_message(inner)),
+        Error::WithPath { inner, path } => {
+            format!("`{}`: {}", path.display(), candle_message(inner))
+        }
+        // candle prints the error that it wraps as programmers see it.
+        Error::WrappedContext { wrapped, context } => format!("{context}: {wrapped}"),
+        error => error.to_string(),
+    }
 }
 
 impl FlatError {

@@ -24,7 +24,7 @@ pub mod raw;
 pub mod sharded;
 pub mod storage;
 
-pub use error::FlatError;
+pub use error::{FlatError, candle_message};
 pub use flat_parameter::FlatParameter;
 pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tensors};
 pub use non_temporal::non_temporal_copy;

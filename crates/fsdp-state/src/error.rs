@@ -2,7 +2,7 @@
 
 use fsdp_comm::CommError;
 use fsdp_digest::DigestError;
-use fsdp_flat::FlatError;
+use fsdp_flat::{FlatError, candle_message};
 use fsdp_layout::{ErrorKind, Failure, TensorBox};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -21,8 +21,8 @@ pub enum StateError {
     #[error(transparent)]
     Flat(#[from] FlatError),
     /// candle refused.
-    #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    #[error("{}", candle_message(.0))]
+    Candle(candle_core::Error),
     /// A collective failed, or another rank did.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -135,6 +135,16 @@ pub enum StateError {
         /// The reason.
         problem: FlatError,
     },
+    /// A load in place into the state dict of something live, in which the value is only a copy.
+    #[error(
+        "`{key}` cannot be loaded in place: it is a copy in this state dict, so what is loaded would be lost; {advice}"
+    )]
+    LostInSnapshot {
+        /// The flat key.
+        key: String,
+        /// The way to load it.
+        advice: &'static str,
+    },
     /// Several values would be loaded into the same memory.
     #[error(
         "a tensor of shape {shape:?} cannot be filled: it shares elements with another that is loaded too"
@@ -178,6 +188,19 @@ pub enum StateError {
         /// All that does not fit, the same on every rank.
         report: LoadReport,
     },
+    /// Names that are one tensor in the target have different values in the source.
+    #[error(
+        "`{first}` and `{second}` are one tensor here, but {found}; leave out the one that is not wanted \
+         (of a checkpoint with `fsdp convert --exclude`), or do not tie them"
+    )]
+    TiedNamesDiffer {
+        /// The name that comes first.
+        first: String,
+        /// The other name.
+        second: String,
+        /// The difference, e.g. `they have different values in what is loaded`.
+        found: String,
+    },
     /// A value differs in structure, kind, dtype or shape from what it is copied into.
     #[error("`{key}` cannot be copied: it is a {found}, and its companion a {expected}")]
     CompanionMismatch {
@@ -220,14 +243,33 @@ pub enum StateError {
     },
 }
 
+impl From<candle_core::Error> for StateError {
+    fn from(error: candle_core::Error) -> Self {
+        StateError::Candle(error)
+    }
+}
+
+impl StateError {
+    /// Returns the error of two names that are one tensor in the target, but have different values
+    /// in the source.
+    #[must_use]
+    pub fn tied_values_differ(first: &str, second: &str) -> Self {
+        StateError::TiedNamesDiffer {
+            first: first.to_owned(),
+            second: second.to_owned(),
+            found: "they have different values in what is loaded".to_owned(),
+        }
+    }
+}
+
 impl Failure for StateError {
     fn kind(&self) -> ErrorKind {
         match self {
             // The cause decides, if there is one.
             StateError::Comm(error) => error.kind(),
-            StateError::Incompatible { .. } | StateError::ReplicasDiffer { .. } => {
-                ErrorKind::Difference
-            }
+            StateError::Incompatible { .. }
+            | StateError::ReplicasDiffer { .. }
+            | StateError::TiedNamesDiffer { .. } => ErrorKind::Difference,
             StateError::PartlyLoaded { kind, .. } | StateError::Other { kind, .. } => *kind,
             _ => ErrorKind::Other,
         }

@@ -18,8 +18,11 @@ pub enum BuildError {
     },
     /// `HybridShard` needs to know which ranks are replicas.
     #[error(
-        "HybridShard needs a 2-D device mesh (replicas, shards) over all {world_size} ranks, but \
-         got shape {shape:?}"
+        "HybridShard needs a mesh of replicas and shards over all {world_size} ranks, but {}: set \
+         `FsdpConfig::mesh`, for two replicas to \
+         `DeviceMesh::new(&[2, {}], &[\"replicate\", \"shard\"], {world_size})`",
+        describe_mesh(shape),
+        world_size.div_ceil(2)
     )]
     Mesh {
         /// The mesh's shape; empty if there is none.
@@ -130,5 +133,14 @@ pub(super) fn unit_name(unit: &str) -> String {
         "the root unit".to_owned()
     } else {
         format!("unit `{unit}`")
+    }
+}
+
+/// Returns a text on the mesh that there is.
+fn describe_mesh(shape: &[usize]) -> String {
+    if shape.is_empty() {
+        "there is none".to_owned()
+    } else {
+        format!("its shape is {shape:?}")
     }
 }

@@ -8,7 +8,7 @@ mod training;
 use std::io;
 
 use fsdp_comm::CommError;
-use fsdp_flat::FlatError;
+use fsdp_flat::{FlatError, candle_message};
 use fsdp_layout::{ErrorKind, Failure, FlatLayoutError};
 use fsdp_state::StateError;
 use thiserror::Error;
@@ -26,7 +26,7 @@ pub use training::{SamplerError, ScalerError};
 #[non_exhaustive]
 pub enum NnError {
     /// candle refused, in the model's own code or in a hook.
-    #[error(transparent)]
+    #[error("{}", describe_candle(.0))]
     Candle(candle_core::Error),
     /// A tensor does not fit its layout.
     #[error(transparent)]
@@ -326,9 +326,12 @@ fn reads_released(error: &candle_core::Error) -> bool {
     match find_innermost(error) {
         Error::UnexpectedDType { got, .. } => *got == F4,
         Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
+        Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4,
         // candle's fused norms name the dtype of their input, and not that of the weight that is
-        // not there.
-        Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4 || dtype.is_float(),
+        // not there. They know three dtypes.
+        Error::Msg(message) => ["F32", "F16", "BF16"]
+            .iter()
+            .any(|dtype| *message == format!("unsupported dtype for rmsnorm {dtype}")),
         _ => false,
     }
 }
@@ -339,15 +342,24 @@ fn describe_operation(error: &candle_core::Error) -> String {
     use candle_core::Error;
     match find_innermost(error) {
         Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
-        // The tensors may all be there, and the operation may not know their dtype: the error is
-        // the same.
-        Error::UnsupportedDTypeForOp(dtype, op) if *dtype != candle_core::DType::F4 => {
-            format!("in {op}, or {op} does not support {}", dtype.as_str())
-        }
         Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => {
             format!("in {op}")
         }
-        error => error.to_string(),
+        error => candle_message(error),
+    }
+}
+
+/// Returns the message of candle's error. If candle lacks an operation, it says what to do: candle
+/// names only an inner operation, such as the product in a convolution.
+fn describe_candle(error: &candle_core::Error) -> String {
+    let message = candle_message(error);
+    match find_innermost(error) {
+        candle_core::Error::UnsupportedDTypeForOp(dtype, op) if dtype.is_float() => format!(
+            "{message}: candle does not compute {op} in {name} here, which is a part of other \
+             operations too, such as convolutions; convert their inputs and weights with `to_dtype`",
+            name = dtype.as_str()
+        ),
+        _ => message,
     }
 }
 

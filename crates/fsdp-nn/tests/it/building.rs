@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear, linear_no_bias};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope, ShardingStrategy, Unit};
+use fsdp_nn::{
+    FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Scope, ShardingStrategy, Unit,
+};
 
 fn new<M>(
     group: &ProcessGroup,
@@ -395,4 +397,74 @@ fn a_weight_of_another_unit_is_named_as_sharded() {
         );
     })
     .unwrap();
+}
+
+/// The parameters are all there: what is missing is candle's.
+#[test]
+fn an_operation_that_candle_lacks_in_bf16_is_not_blamed_on_sharding() {
+    run_local(2, |group| {
+        let config = FsdpConfig {
+            mixed_precision: MixedPrecision {
+                param: Some(DType::BF16),
+                ..MixedPrecision::default()
+            },
+            ..FsdpConfig::default()
+        };
+        let model = new(&group, config, |scope| {
+            let other = scope.pp("other").unit(|scope| get(scope, "weight"))?;
+            let conv = scope.pp("conv").unit(|scope| {
+                candle_nn::conv2d(3, 2, 3, candle_nn::Conv2dConfig::default(), scope.vb())
+            })?;
+            Ok((other, conv))
+        })
+        .unwrap();
+        let x = Tensor::ones((1, 3, 8, 8), DType::BF16, &Device::Cpu).unwrap();
+        let error = model
+            .forward(|(_, conv)| conv.run(|conv| conv.forward(&x)))
+            .unwrap_err()
+            .to_string();
+        assert!(!error.contains("is sharded here"), "{error}");
+        assert!(
+            error.contains("bf16") && error.contains("convolutions"),
+            "{error}"
+        );
+    })
+    .unwrap();
+}
+
+#[test]
+fn hybrid_sharding_without_a_mesh_says_what_to_set() {
+    run_local(4, |group| {
+        let config = FsdpConfig {
+            strategy: ShardingStrategy::HybridShard,
+            ..FsdpConfig::default()
+        };
+        let error = new(&group, config, |scope| get(scope, "weight"))
+            .err()
+            .unwrap();
+        assert!(error.contains("`FsdpConfig::mesh`"), "{error}");
+        assert!(error.contains("DeviceMesh::new(&[2, 2]"), "{error}");
+        assert!(!error.contains("[]"), "{error}");
+    })
+    .unwrap();
+}
+
+/// candle adds the stack of calls to its errors if `RUST_BACKTRACE` is set.
+#[test]
+fn messages_have_candles_error_and_not_its_backtrace() {
+    let error = || {
+        let inner = candle_core::Error::msg("no such kernel").context("in a test");
+        candle_core::Error::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+        }
+    };
+    let messages = [
+        NnError::from(error()).to_string(),
+        fsdp_flat::FlatError::from(error()).to_string(),
+        fsdp_state::StateError::from(error()).to_string(),
+    ];
+    for message in messages {
+        assert_eq!(message, "in a test: no such kernel");
+    }
 }
