@@ -226,6 +226,7 @@ mod tests {
             shape: shape.to_vec(),
             boxes,
             is_same_on_all: false,
+            tied_positions: Vec::new(),
         }
     }
 

@@ -11,10 +11,10 @@ use fsdp_formats::metadata::Entry;
 use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{Destination, ReadOptions};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, TensorBox};
-use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
+use fsdp_state::engine::{LoadCall, Wanted, WantedOn, check_tied_values, want_tied};
 use fsdp_state::{
-    Leaf, Lend, LoadError as _, Memory, Schema, Source, StateDict, StateValue, lent_bytes,
-    set_element,
+    Leaf, Lend, LoadError as _, Memory, Schema, Source, StateDict, StateError, StateValue,
+    lent_bytes, set_element,
 };
 use indexmap::IndexMap;
 
@@ -181,6 +181,47 @@ impl<'a> CheckpointSource<'a> {
             shape: wanted.shape.clone(),
             boxes,
         }
+    }
+
+    /// Checks that two names which become one tensor have the same values: by their digests, or by
+    /// reading this rank's boxes of both, piece by piece.
+    ///
+    /// # Errors
+    /// [`StateError::TiedNamesDiffer`]; what cannot be read.
+    fn check_tied(&self, first: &Wanted, second: &Wanted) -> Result<(), CheckpointError> {
+        if first.dtype == second.dtype
+            && let Some(digests) = self.checkpoint.digests()
+            && let Some(first_digest) = digests.get(self.key(first.position))
+            && let Some(second_digest) = digests.get(self.key(second.position))
+        {
+            if first_digest == second_digest {
+                return Ok(());
+            }
+            return Err(StateError::tied_values_differ(&first.key, &second.key).into());
+        }
+        self.checkpoint
+            .check_read(&[self.request(second, second.boxes.clone())])?;
+        let joined = JoinedBoxes::new(std::slice::from_ref(first));
+        let request_boxes = |wanted: &Wanted, boxes: Vec<TensorBox>| self.request(wanted, boxes);
+        for share in joined.shares(PIECE_BYTES, 1).into_iter().flatten() {
+            for request in joined.requests(std::slice::from_ref(first), &share, request_boxes) {
+                let pieces = [first, second].map(|name| Wanted {
+                    boxes: request.boxes.clone(),
+                    ..name.clone()
+                });
+                let mut memories = Vec::with_capacity(pieces.len());
+                for piece in &pieces {
+                    let memory = Memory::fresh(piece.dtype, &piece.shape, &piece.boxes)?;
+                    memories.push(Some(memory));
+                }
+                Reading::new(self, ReadOptions::default()).fill(&pieces, &mut memories)?;
+                if let [Some(first_values), Some(second_values)] = &memories[..] {
+                    let (first, second) = (&pieces[0], &pieces[1]);
+                    check_tied_values((first, first_values), (second, second_values))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Checks the hashes of what this rank has read of some tensors, by reading them again, one
@@ -454,6 +495,11 @@ impl Source for CheckpointSource<'_> {
         // This finds boxes that no chunks cover, and files that are missing or too short, before
         // anything changes.
         self.checkpoint.check_read(&requests)?;
+        for first in wanted {
+            for &position in &first.tied_positions {
+                self.check_tied(first, &want_tied(&self.schema, first, position)?)?;
+            }
+        }
         Ok(())
     }
 

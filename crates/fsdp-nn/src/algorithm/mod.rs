@@ -258,6 +258,33 @@ impl Algorithm {
         }
     }
 
+    /// Returns `true` for a state entry that some algorithm has, but this one has not, whatever its
+    /// options are.
+    pub(crate) fn is_foreign_entry(&self, name: &str) -> bool {
+        let own_names: &[&str] = match self {
+            Algorithm::Sgd(_) | Algorithm::Muon(_) => &["momentum_buffer"],
+            Algorithm::Adam(_) | Algorithm::AdamW(_) => {
+                &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+            }
+            Algorithm::Adagrad(_) => &["step", "sum"],
+            Algorithm::Adafactor(_) => &["step", "row_var", "col_var", "variance"],
+            Algorithm::ScheduleFreeAdamW(_) => &["step", "z", "exp_avg_sq"],
+        };
+        const ALL_NAMES: [&str; 10] = [
+            "step",
+            "momentum_buffer",
+            "exp_avg",
+            "exp_avg_sq",
+            "max_exp_avg_sq",
+            "sum",
+            "row_var",
+            "col_var",
+            "variance",
+            "z",
+        ];
+        ALL_NAMES.contains(&name) && !own_names.contains(&name)
+    }
+
     /// Returns the kind of a state entry of a parameter of this shape. Returns `None` for an entry
     /// that the algorithm does not have, and for one that has a shape of its own, such as
     /// Adafactor's averages of rows.

@@ -26,6 +26,8 @@ pub(crate) enum SavedValue {
         dtype: DType,
         shape: Vec<usize>,
         small: Option<StateValue>,
+        /// Positions of the same entry under the parameter's other names.
+        tied_positions: Vec<usize>,
     },
     /// A value that is no tensor, or a tensor of one element that is not shaped like its parameter.
     Scalar(StateValue),
@@ -61,6 +63,53 @@ impl SavedValue {
         match self {
             SavedValue::Tensor { shape, .. } => shape,
             SavedValue::Scalar(_) => &[],
+        }
+    }
+
+    /// Makes `other` a further name's value of the entry: tensors are compared when they are read,
+    /// and small values here.
+    ///
+    /// # Errors
+    /// Descriptions of both, if they are known to differ already.
+    pub(crate) fn tie(&mut self, other: &SavedValue) -> Result<(), (String, String)> {
+        let is_same = match (self.small_text(), other.small_text()) {
+            (Some(text), Some(other_text)) => text == other_text,
+            _ => self.type_name() == other.type_name() && self.describe() == other.describe(),
+        };
+        if !is_same {
+            return Err((self.describe_small(), other.describe_small()));
+        }
+        if let (
+            SavedValue::Tensor { tied_positions, .. },
+            SavedValue::Tensor {
+                position: other_position,
+                ..
+            },
+        ) = (self, other)
+        {
+            tied_positions.push(*other_position);
+        }
+        Ok(())
+    }
+
+    /// Returns the value of an entry that is small, or else its dtype and shape.
+    fn describe_small(&self) -> String {
+        match self {
+            SavedValue::Tensor {
+                small: Some(value), ..
+            } => SavedValue::Scalar(value.clone()).describe(),
+            value => value.describe(),
+        }
+    }
+
+    /// Returns a text that is the same for two small values only if they are equal and of one
+    /// dtype; `None` for a tensor of several elements.
+    fn small_text(&self) -> Option<String> {
+        match self {
+            SavedValue::Tensor { small, .. } => {
+                SavedValue::Scalar(small.clone()?).comparable_text()
+            }
+            SavedValue::Scalar(_) => self.comparable_text(),
         }
     }
 
@@ -114,6 +163,8 @@ pub(crate) type SavedEntries = IndexMap<String, SavedValue>;
 pub(crate) struct EntryTensor {
     /// Its position in the source.
     pub(crate) position: usize,
+    /// Positions of the same entry under the parameter's other names, which must have its values.
+    pub(crate) tied_positions: Vec<usize>,
     /// The dtype that it becomes.
     pub(crate) target_dtype: DType,
     /// The name of the entry that it becomes, or that it becomes a part of.
@@ -142,6 +193,8 @@ pub(crate) struct EntryPlan {
     pub(crate) tensors: Vec<EntryTensor>,
     /// Entries that the algorithm needs and that were not saved.
     pub(crate) missing: Vec<&'static str>,
+    /// Saved entries of another algorithm, which are left out.
+    pub(crate) foreign: Vec<String>,
 }
 
 /// One state entry of a local parameter, as it was saved for each of the model's parameters that it
@@ -169,7 +222,8 @@ impl SavedEntry<'_> {
 impl EntryPlan {
     /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an
     /// item for each of the model's parameters that the local parameter is made of: nothing for
-    /// some of them only if `allow_missing`. Tensors of another dtype are converted if `cast`.
+    /// some of them only if `allow_missing`, and then entries of other algorithms are left out.
+    /// Tensors of another dtype are converted if `cast`.
     pub(crate) fn new(
         local: &LocalParam,
         algorithm: &Algorithm,
@@ -235,8 +289,14 @@ impl EntryPlan {
             state: ParamState::default(),
             tensors: Vec::new(),
             missing: Vec::new(),
+            foreign: Vec::new(),
         };
         for name in ordered_names {
+            // Such an entry would never be updated, but saved again and again.
+            if allow_missing && algorithm.is_foreign_entry(name) {
+                plan.foreign.push(name.clone());
+                continue;
+            }
             // The algorithm knows which entries are shaped like the parameter; others are kept as
             // they are.
             let kind = params
@@ -407,13 +467,17 @@ impl EntryPlan {
                 .insert(name.to_owned(), LocalState::Plain(PlainValue::None));
             for value in values.iter().flatten() {
                 let SavedValue::Tensor {
-                    position, dtype, ..
+                    position,
+                    dtype,
+                    tied_positions,
+                    ..
                 } = value
                 else {
                     continue;
                 };
                 self.tensors.push(EntryTensor {
                     position: *position,
+                    tied_positions: tied_positions.clone(),
                     target_dtype: *dtype,
                     name: name.to_owned(),
                     parameter: None,
@@ -477,11 +541,17 @@ impl EntryPlan {
         };
         // Step 3: give each parameter its part of that memory.
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
-            let Some(SavedValue::Tensor { position, .. }) = value else {
+            let Some(SavedValue::Tensor {
+                position,
+                tied_positions,
+                ..
+            }) = value
+            else {
                 continue;
             };
             self.tensors.push(EntryTensor {
                 position: *position,
+                tied_positions: tied_positions.clone(),
                 target_dtype,
                 name: name.to_owned(),
                 parameter: Some((fqn, local.sharded_piece(&flat, param)?, memory_kind)),

@@ -65,8 +65,8 @@ fn invalid_keys_error(states: &StateDict, expected: &str) -> NnError {
 /// name.
 ///
 /// This is the one rule for tied names: state under the parameter's own name counts, else under the
-/// first of its aliases, in the order of their declaration, that a dict has. State under its other
-/// names is passed over.
+/// first of its aliases, in the order of their declaration, that a dict has. A load compares the
+/// state under its other names with it, and refuses another.
 pub(crate) fn names_that_count<'n>(
     parameters: &'n ShardedParameters,
     names: impl Iterator<Item = &'n str>,
@@ -99,8 +99,13 @@ pub(crate) enum OptimKey {
 impl OptimKey {
     /// Reads the place of a value from its path below the optimizers' state. In formats of flat
     /// keys, the whole path is one text joined by dots, and the parameters' names tell where its
-    /// parts end. Returns `None` for a path that optimizers do not have.
-    pub(crate) fn read(path: &[PathPart], is_parameter: &dyn Fn(&str) -> bool) -> Option<Self> {
+    /// parts end; `has_numbered_groups` tells whether groups have numbers there
+    /// ([`has_numbered_groups`]). Returns `None` for a path that optimizers do not have.
+    pub(crate) fn read(
+        path: &[PathPart],
+        has_numbered_groups: bool,
+        is_parameter: &dyn Fn(&str) -> bool,
+    ) -> Option<Self> {
         match path {
             [PathPart::Key(state), PathPart::Key(key), inside @ ..] if state == "state" => {
                 Some(OptimKey::State {
@@ -121,9 +126,11 @@ impl OptimKey {
                     return Some(OptimKey::State { key, inside });
                 }
                 let rest = flat.strip_prefix("param_groups.")?;
-                // torch's flat form writes groups by parameter, whose name may begin with a number.
-                // Formats of flat keys write nested groups by number.
-                if let Some((key, name)) = split_at_parameter(rest, is_parameter) {
+                // torch's flat form writes groups by parameter, whose name may begin with a number,
+                // or be one. Formats of flat keys write nested groups by number.
+                if !has_numbered_groups
+                    && let Some((key, name)) = split_at_parameter(rest, is_parameter)
+                {
                     return Some(OptimKey::FlatGroup { key, name });
                 }
                 let (index, name) = rest.split_once('.')?;
@@ -135,6 +142,18 @@ impl OptimKey {
             _ => None,
         }
     }
+}
+
+/// Returns `true` if one of these flat keys, below the optimizers' state, lists the parameters of a
+/// group that has a number. In torch's flat form, groups are written by parameter, and no list is.
+pub(crate) fn has_numbered_groups(mut keys: impl Iterator<Item = String>) -> bool {
+    keys.any(|key| {
+        let group = key.strip_prefix("param_groups.");
+        let number = group.and_then(|group| group.split_once(".params"));
+        number.is_some_and(|(number, rest)| {
+            (rest.is_empty() || rest.starts_with('.')) && number.parse::<usize>().is_ok()
+        })
+    })
 }
 
 /// Splits `<parameter>.<name>` at the end of the longest parameter's name; `None` if no parameter's

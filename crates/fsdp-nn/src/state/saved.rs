@@ -117,22 +117,35 @@ impl SavedOptim {
         for (key, parts) in parts_by_key {
             renamed_parts.push((rename_uniquely(key, rename, &mut sources)?, parts));
         }
-        // A tied parameter may have been saved under several of its names. One of them is used.
+        // A tied parameter may have been saved under several of its names. One of them is used, and
+        // the state under the others must be the same.
         let names = renamed_parts
             .iter()
             .map(|(name, _)| name.as_str())
             .filter(|name| parameters.contains(name));
         let chosen = names_that_count(parameters, names);
+        let mut other_names = Vec::new();
         // Go in the order of the source, so that every rank reports the same.
         for (name, parts) in &renamed_parts {
             let fqn = parameters.canonical_fqn(name);
-            if chosen.get(fqn) == Some(&name.as_str()) {
-                saved
-                    .states
-                    .insert(fqn.to_owned(), collect_entries(fqn, name, load, parts)?);
-            } else if !parameters.contains(name) {
+            if !parameters.contains(name) {
                 saved.add_unknown(name, parts)?;
+                continue;
             }
+            let entries = collect_entries(fqn, name, load, parts)?;
+            if chosen.get(fqn) == Some(&name.as_str()) {
+                saved.states.insert(fqn.to_owned(), entries);
+            } else {
+                other_names.push((fqn, name, entries));
+            }
+        }
+        for (fqn, name, entries) in other_names {
+            let counting_name = chosen[fqn];
+            let counting_entries = saved
+                .states
+                .get_mut(fqn)
+                .expect("the name that counts has state");
+            tie_entries((counting_name, counting_entries), (name, &entries))?;
         }
         Ok(saved)
     }
@@ -240,6 +253,7 @@ fn collect_entries(
                 dtype,
                 shape: shape.to_vec(),
                 small,
+                tied_positions: Vec::new(),
             },
             (None, Some(value)) => SavedValue::Scalar(value),
             (None, None) => continue,
@@ -252,6 +266,41 @@ fn collect_entries(
     }
     entries.sort_keys();
     Ok(entries)
+}
+
+/// Ties the state that a parameter has under another of its names to that under the name that
+/// counts: tensors are compared when they are read, and everything else here.
+///
+/// # Errors
+/// [`StateError::TiedNamesDiffer`].
+fn tie_entries(
+    (name, entries): (&str, &mut SavedEntries),
+    (other_name, other_entries): (&str, &SavedEntries),
+) -> Result<()> {
+    let error = |found: String| -> NnError {
+        StateError::TiedNamesDiffer {
+            first: format!("state.{name}"),
+            second: format!("state.{other_name}"),
+            found,
+        }
+        .into()
+    };
+    // Both are sorted.
+    if !entries.keys().eq(other_entries.keys()) {
+        let names: Vec<&String> = entries.keys().collect();
+        let other_names: Vec<&String> = other_entries.keys().collect();
+        return Err(error(format!(
+            "the first has {names:?}, and the second {other_names:?}"
+        )));
+    }
+    for ((entry, value), other_value) in entries.iter_mut().zip(other_entries.values()) {
+        value.tie(other_value).map_err(|(first, second)| {
+            error(format!(
+                "`{entry}` of the first is {first}, and that of the second {second}"
+            ))
+        })?;
+    }
+    Ok(())
 }
 
 /// Returns an entry of a parameter, of its state or its group, that must be a plain value.

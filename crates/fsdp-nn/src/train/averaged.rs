@@ -1,11 +1,12 @@
 //! A running average of the weights of a model.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{HostSliceMut, owned_copy};
+use fsdp_flat::storage::{HostBytes, HostSliceMut, owned_copy};
 use fsdp_flat::with_float;
 use fsdp_state::{StateDict, StateError, StateValue};
 use indexmap::IndexMap;
@@ -103,6 +104,24 @@ impl AveragedModel {
     #[must_use]
     pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
         self.parameters.is_same_model(parameters)
+    }
+
+    /// Begins anew, as a copy of the current weights: for weights that come without their average.
+    /// No communication.
+    ///
+    /// # Errors
+    /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
+    pub fn restart(&mut self) -> Result<()> {
+        self.parameters.check_not_swapped()?;
+        self.parameters.wait_for_readers();
+        for (fqn, average) in &self.average {
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
+                continue;
+            };
+            average.slice_set(&param, 0, 0)?;
+        }
+        self.n_averaged = 0;
+        Ok(())
     }
 
     /// Returns the number of updates so far.
@@ -237,8 +256,9 @@ impl AveragedModel {
     }
 
     /// Loads a state dict, whose parameters must cover this rank's shards. A tied parameter may be
-    /// there under any of its names. Values that are views of the average itself, which a load in
-    /// place has already filled, are not copied. Buffers belong to the model, and are not read.
+    /// there under any of its names, and must have the same values under all that are there. Values
+    /// that are views of the average itself, which a load in place has already filled, are not
+    /// copied. Buffers belong to the model, and are not read.
     ///
     /// # Errors
     /// [`StateError::Incompatible`] names keys that are missing or have another kind of value;
@@ -267,13 +287,9 @@ impl AveragedModel {
                 "{MODULE_PREFIX}{}",
                 chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str())
             );
-            let values = match state.get(&key) {
-                Some(StateValue::Sharded(sharded)) => sharded.clone(),
-                Some(StateValue::Tensor(whole)) => ShardedTensor::from_whole(whole),
-                _ => {
-                    report.missing.push(key);
-                    continue;
-                }
+            let Some(values) = state.get(&key).and_then(as_sharded) else {
+                report.missing.push(key);
+                continue;
             };
             param_values.push((fqn, self.sharded_average(fqn)?, values));
         }
@@ -288,11 +304,49 @@ impl AveragedModel {
         for (fqn, target, values) in &param_values {
             check_values(fqn, values, target)?;
         }
+        self.check_tied(state, &chosen)?;
         self.parameters.wait_for_readers();
         for (_, target, values) in &param_values {
             write_boxes(values, target)?;
         }
         self.n_averaged = count;
+        Ok(())
+    }
+
+    /// Checks that a tied parameter has the same values on this rank under each of its names in a
+    /// state dict. `chosen` has the names that count.
+    ///
+    /// # Errors
+    /// [`StateError::TiedNamesDiffer`]; values that do not cover this rank's boxes.
+    fn check_tied(&self, state: &StateDict, chosen: &HashMap<&str, &str>) -> Result<()> {
+        for (key, value) in state {
+            let name = key.strip_prefix(MODULE_PREFIX).unwrap_or_default();
+            let fqn = self.parameters.canonical_fqn(name);
+            let Some(counting_name) = chosen.get(fqn).filter(|counting| **counting != name) else {
+                continue;
+            };
+            let counting_key = format!("{MODULE_PREFIX}{counting_name}");
+            let target = self.sharded_average(fqn)?;
+            let (Some(values), Some(counting_values)) = (
+                as_sharded(value),
+                state.get(&counting_key).and_then(as_sharded),
+            ) else {
+                continue;
+            };
+            if values.is_same_view(&counting_values) {
+                continue;
+            }
+            check_values(fqn, &values, &target)?;
+            let copies = [&values, &counting_values].map(|values| {
+                let copy = ShardedTensor::zeros(target.dtype(), target.shape(), &target.boxes())?;
+                write_boxes(values, &copy)?;
+                Ok::<_, NnError>(copy)
+            });
+            let [first, second] = copies;
+            if !have_same_elements(&first?, &second?)? {
+                return Err(StateError::tied_values_differ(&counting_key, key).into());
+            }
+        }
         Ok(())
     }
 
@@ -306,4 +360,23 @@ impl AveragedModel {
 /// Returns the number of updates that a value holds; `None` if it is not an integer of at least 0.
 fn read_count(value: &StateValue) -> Option<i64> {
     to_plain(value)?.as_int().filter(|count| *count >= 0)
+}
+
+/// Returns a tensor, whole or sharded, as a sharded one; `None` for other values.
+fn as_sharded(value: &StateValue) -> Option<ShardedTensor> {
+    match value {
+        StateValue::Sharded(sharded) => Some(sharded.clone()),
+        StateValue::Tensor(whole) => Some(ShardedTensor::from_whole(whole)),
+        _ => None,
+    }
+}
+
+/// Returns `true` if two tensors of the same boxes have the same elements on this rank.
+fn have_same_elements(first: &ShardedTensor, second: &ShardedTensor) -> Result<bool> {
+    for (shard, other) in first.shards().iter().zip(second.shards()) {
+        if *HostBytes::read(&shard.tensor)? != *HostBytes::read(&other.tensor)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }

@@ -90,7 +90,7 @@ fn state_without_a_step_counts_from_zero() {
             &options(),
         )
         .unwrap();
-        assert_eq!(report.missing, ["bias.step", "weight.step"]);
+        assert_eq!(report.missing, ["state.bias.step", "state.weight.step"]);
         assert_eq!(step_of(&optimizer, "weight"), None);
         for step in 1..=3u8 {
             for (model, optimizer) in [(&fresh, &mut expected), (&loaded, &mut optimizer)] {

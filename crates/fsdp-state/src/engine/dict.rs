@@ -13,6 +13,7 @@ use twox_hash::XxHash3_64;
 use super::load::LoadError;
 use super::source::{LoadCall, Source, WantedOn};
 use super::target::Wanted;
+use super::tied::{PairLending, TiedPair, TiedValues, compare_values, want_tied};
 use crate::error::StateError;
 use crate::lend::{Lend, Memory};
 use crate::memory::scalar_to_value;
@@ -198,6 +199,78 @@ impl<'a> DictSource<'a> {
         ))
     }
 
+    /// Checks that names which become one tensor have the same values. Collective if there are such
+    /// names: an object all-gather, and where they do not share their memory the exchange of both values
+    /// and an agreement.
+    ///
+    /// # Errors
+    /// The same on every rank: [`StateError::TiedNamesDiffer`], and the errors of an exchange.
+    fn check_tied(
+        &self,
+        call: &LoadCall<'_>,
+        wanted: &[Wanted],
+        wanted_on: &WantedOn<'_>,
+    ) -> Result<(), StateError> {
+        let pairs = TiedPair::all(wanted);
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        // Names of a tied parameter usually share one tensor in the dict, and a rank can compare
+        // whole tensors by itself.
+        let compared = pairs.iter().map(|pair| {
+            let first = &wanted[pair.wanted_index];
+            compare_values(
+                &self.values[first.position],
+                &self.values[pair.position],
+                first,
+            )
+        });
+        let own: Result<Vec<TiedValues>, StateError> = compared.collect();
+        let own = StateError::agree(call.group, call.operation, None, own)?;
+        let on_ranks: Vec<Vec<TiedValues>> = call.group.all_gather_object(&own)?;
+        let mut requests = Vec::new();
+        for (index, pair) in pairs.iter().enumerate() {
+            let mut found = on_ranks.iter().filter_map(|values| values.get(index));
+            if found.clone().all(|values| *values == TiedValues::Same) {
+                continue;
+            }
+            if found.any(|values| *values == TiedValues::Different) {
+                let (second, _) = self
+                    .schema
+                    .get(pair.position)
+                    .expect("tied positions are those of the schema");
+                return Err(StateError::tied_values_differ(
+                    &wanted[pair.wanted_index].key,
+                    &second.flat_key(),
+                ));
+            }
+            let first = &wanted[pair.wanted_index];
+            requests.push(first.clone());
+            // All ranks have one schema, so each finds the same error here.
+            requests.push(want_tied(&self.schema, first, pair.position)?);
+        }
+        if requests.is_empty() {
+            return Ok(());
+        }
+        let mut moving = self.find_moving_layouts(call.group, &requests, wanted_on)?;
+        let mut items = Vec::with_capacity(requests.len());
+        for (index, request) in requests.iter().enumerate() {
+            let layout = moving
+                .remove(&index)
+                .unwrap_or_else(|| self.own_layout(call.group, request));
+            layout.check_covered(call.group, call.operation, &request.key)?;
+            items.push(Item {
+                layout,
+                source: &self.values[request.position],
+            });
+        }
+        let mut lending = PairLending::new(&requests);
+        match Exchange::run(call.group, call.operation, &items, &mut lending) {
+            Err(error) if error.comm().is_some() => Err(error),
+            outcome => StateError::agree(call.group, call.operation, None, outcome),
+        }
+    }
+
     /// Returns the layouts of the tensors that may have to move, because some rank may want
     /// elements that it does not have, by the positions of the tensors in `wanted`. Collective, if
     /// the boxes are not known: an object all-gather, and another one before it if ranks do not
@@ -342,7 +415,7 @@ impl Source for DictSource<'_> {
             layout.check_covered(call.group, call.operation, &tensor.key)?;
             self.layouts.push(layout);
         }
-        Ok(())
+        self.check_tied(call, wanted, wanted_on)
     }
 
     fn read(

@@ -1,8 +1,12 @@
 //! The path that every load takes: compare, agree, lend, read, commit.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::storage_id;
 use fsdp_layout::Failure;
 use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
@@ -12,6 +16,7 @@ use super::options::LoadOptions;
 use super::source::{LoadCall, Source};
 use super::target::{Common, Plan, Target, Values};
 use crate::error::StateError;
+use crate::lend::Memory;
 use crate::report::LoadReport;
 
 /// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on
@@ -182,6 +187,9 @@ where
         call.options,
     )?;
     plan.report.sort();
+    if target.is_live() && !source.moves_between_ranks() {
+        tie_names_of_one_memory(target, &mut plan)?;
+    }
     // Values that do not fit are an error of the load already, which says more than one about their
     // elements.
     if plan.report.mismatched.is_empty() {
@@ -216,6 +224,39 @@ where
     }
     common.values.sort();
     Ok(plan)
+}
+
+/// Ties names whose memory in the target is one and the same, so that the source compares their
+/// values: only those of the first name will be filled in.
+///
+/// # Errors
+/// Memory that the target cannot lend.
+fn tie_names_of_one_memory<T: Target>(target: &mut T, plan: &mut Plan) -> Result<(), StateError> {
+    let mut first_names: HashMap<(usize, usize), (usize, ShardedTensor)> = HashMap::new();
+    for index in 0..plan.wanted.len() {
+        if !target.may_be_tied(&plan.wanted[index]) {
+            continue;
+        }
+        let Memory::Tensors(tensor) = target.memory(&plan.wanted[index])? else {
+            continue;
+        };
+        let mut shards = tensor.shards().iter();
+        let Some(shard) = shards.find(|shard| !shard.bounds.is_empty()) else {
+            continue;
+        };
+        let offset = shard.tensor.layout().start_offset();
+        match first_names.entry((storage_id(&shard.tensor), offset)) {
+            Entry::Vacant(entry) => _ = entry.insert((index, tensor)),
+            Entry::Occupied(entry) => {
+                let (first_index, first_tensor) = entry.get();
+                let position = plan.wanted[index].position;
+                if first_tensor.is_same_view(&tensor) {
+                    plan.wanted[*first_index].tied_positions.push(position);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the small values of a source among those at `positions`.

@@ -34,10 +34,11 @@ pub trait Source {
         String::new()
     }
 
-    /// Checks that this rank can read all that it wants. No communication.
+    /// Checks that this rank can read all that it wants, and, if each rank reads for itself, that
+    /// names which become one tensor have the same values here. No communication.
     ///
     /// # Errors
-    /// An error of this rank only.
+    /// An error of this rank only: what cannot be read, [`StateError::TiedNamesDiffer`].
     fn check(&self, wanted: &[Wanted]) -> Result<(), Self::Error> {
         let _ = wanted;
         Ok(())
@@ -77,7 +78,8 @@ pub trait Source {
         Ok(())
     }
 
-    /// Finds out which ranks have the wanted elements, and checks that none is missing. This is the
+    /// Finds out which ranks have the wanted elements, and checks that none is missing, and that
+    /// names which become one tensor have the same values if [`Self::check`] could not. This is the
     /// last check before a load changes its target. Collective if elements are spread over ranks.
     ///
     /// # Errors

@@ -64,6 +64,12 @@ pub trait Target {
         self.is_live()
     }
 
+    /// Returns `true` for a wanted tensor whose live memory other names of the target may have too.
+    /// Such names must have the same values in the source.
+    fn may_be_tied(&self, wanted: &Wanted) -> bool {
+        self.lends_live(wanted)
+    }
+
     /// Returns the boxes of a tensor that another rank wants; `None` if only that rank knows.
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
         let _ = (wanted, rank);
@@ -131,6 +137,9 @@ pub struct Wanted {
     pub boxes: Vec<TensorBox>,
     /// `true` if ranks that each hold the whole tensor must hold the same one.
     pub is_same_on_all: bool,
+    /// The positions of further names in the source's schema of which the target makes one tensor
+    /// with this. They must have the same shape, and a load checks that they have the same values.
+    pub tied_positions: Vec<usize>,
 }
 
 impl Wanted {
@@ -156,6 +165,7 @@ impl Wanted {
             shape,
             boxes,
             is_same_on_all: true,
+            tied_positions: Vec::new(),
         })
     }
 

@@ -13,6 +13,8 @@ use fsdp_checkpoint::{
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::{HostBytes, HostBytesMut, PLAIN_DTYPES, zeros};
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
+use fsdp_formats::checkpoint::open;
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
 use fsdp_state::{LoadReport, StateDict, StateError, StateValue};
@@ -215,7 +217,7 @@ fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_ow
 
 /// A checkpoint of a model whose weights were not tied, say.
 #[test]
-fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
+fn several_names_of_one_tensor_must_have_the_same_values_however_it_is_loaded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
     run_local(2, |group| {
@@ -235,10 +237,12 @@ fn of_several_names_of_one_tensor_the_first_counts_however_it_is_loaded() {
                 read_once: Some(read_once),
                 ..options()
             };
-            load_in_place(path.as_path(), &mut live, &group, &options).unwrap();
+            let error = load_in_place(path.as_path(), &mut live, &group, &options).unwrap_err();
+            let error = error.to_string();
+            assert!(error.contains("`a` and `b`"), "{error}");
             assert_eq!(
                 tied.to_vec1::<f32>().unwrap(),
-                [0.0, 1.0, 2.0],
+                [90.0, 91.0, 92.0],
                 "staged {staged}, read once {read_once}"
             );
         }
@@ -448,17 +452,18 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
                 let mut run = new_run(&group, !use_orig_params, &adamw(), 2);
-                // Make as many steps as the saved run. The load does not set the optimizer's step
-                // counts, because they are plain values in the dict and not tensors of the
-                // optimizer.
                 (5..7).for_each(|seed| _ = step(&mut run, seed));
-                load_in_place(
-                    path.as_path(),
-                    &mut run.state_dict().unwrap(),
-                    &group,
-                    &options(),
-                )
-                .unwrap();
+                // Steps and hyperparameters in the run's dict are copies, so that they would be
+                // lost.
+                let mut state = run.state_dict().unwrap();
+                let error = load_in_place(path.as_path(), &mut state, &group, &options())
+                    .unwrap_err()
+                    .to_string();
+                assert!(error.contains("`optim`"), "{error}");
+                assert!(error.contains("`TrainState::load_state_dict`"), "{error}");
+                let checkpoint = open(path.as_path(), OpenOptions::default()).unwrap();
+                run.load_state_dict(&*checkpoint, &group, &options())
+                    .unwrap();
                 (2..5)
                     .map(|seed| step(&mut run, seed))
                     .collect::<Vec<f32>>()

@@ -81,6 +81,10 @@ impl Incoming {
                 }
                 plan => plan?,
             };
+            let foreign = plan.iter().flat_map(|plan| &plan.foreign);
+            report
+                .unexpected
+                .extend(foreign.map(|name| state_key(&format!("{first_fqn}.{name}"))));
             for name in plan.iter().flat_map(|plan| &plan.missing) {
                 if exact.is_some() {
                     let fqn = if local.is_flat {
@@ -94,7 +98,7 @@ impl Incoming {
                     }
                     .into());
                 }
-                missing.push(format!("{first_fqn}.{name}"));
+                missing.push(state_key(&format!("{first_fqn}.{name}")));
             }
             plans.push(plan);
         }
@@ -106,12 +110,20 @@ impl Incoming {
                     check_all_have_state(optimizer, saved)?;
                 }
             }
-            None => report
-                .missing
-                .extend(missing.into_iter().chain(fqns_without_state)),
+            None => report.missing.extend(
+                missing
+                    .into_iter()
+                    .chain(fqns_without_state.iter().map(|fqn| state_key(fqn))),
+            ),
         }
         Ok(Incoming { plans, groups })
     }
+}
+
+/// Returns the name of a parameter's state, or of an entry of it, in a report, where the
+/// parameter's own name stands for the parameter itself.
+pub(super) fn state_key(name: &str) -> String {
+    format!("state.{name}")
 }
 
 /// Returns the trained parameters of an optimizer that have no saved state, though their algorithm
@@ -153,13 +165,13 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
                 _ => parameters.shape(fqn)?,
             };
             Ok(Mismatch {
-                fqn: format!("{fqn}.{name}"),
+                fqn: state_key(&format!("{fqn}.{name}")),
                 saved: entry.map_or_else(String::new, SavedValue::describe),
                 current: format!("{dtype} {shape:?}"),
             })
         }
         OptimStateError::DifferingTypes { name, types, fqns } => Ok(Mismatch {
-            fqn: format!("{}.{name}", fqns[0]),
+            fqn: state_key(&format!("{}.{name}", fqns[0])),
             saved: types.join(", "),
             current: "a tensor".to_owned(),
         }),

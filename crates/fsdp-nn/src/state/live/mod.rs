@@ -16,7 +16,7 @@ pub(crate) use self::incoming::ExactLoad;
 use self::incoming::Incoming;
 use super::entry::MemoryKind;
 use super::groups::to_number;
-use super::names::{OptimKey, names_that_count};
+use super::names::{OptimKey, has_numbered_groups, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
 use crate::error::{NnError, Result};
@@ -189,14 +189,20 @@ impl<'a> LiveTarget<'a> {
             }
         }
         let parameters = self.parameters;
-        // A tied parameter is loaded once, from the name that counts.
-        let chosen = names_that_count(
-            parameters,
-            positions_by_name
-                .keys()
-                .copied()
-                .filter(|name| parameters.contains(name)),
-        );
+        // A tied parameter is loaded once, from the name that counts. Its other names must have the
+        // same values.
+        let saved_names = || {
+            let names = positions_by_name.keys().copied();
+            names.filter(|name| parameters.contains(name))
+        };
+        let chosen = names_that_count(parameters, saved_names());
+        let mut other_names: HashMap<&str, Vec<&str>> = HashMap::new();
+        for name in saved_names() {
+            let fqn = parameters.canonical_fqn(name);
+            if chosen.get(fqn) != Some(&name) {
+                other_names.entry(fqn).or_default().push(name);
+            }
+        }
         for fqn in parameters.fqns() {
             let Some(name) = chosen.get(fqn) else {
                 if !self.ignore_frozen || parameters.requires_grad(fqn)? {
@@ -204,14 +210,28 @@ impl<'a> LiveTarget<'a> {
                 }
                 continue;
             };
-            let value = parameters.parameter(fqn)?.into();
-            let wanted = Wanted::fit(
-                load.schema,
-                positions_by_name[name],
-                || (*name).to_owned(),
-                &value,
-                load.options,
-            );
+            let value: StateValue = parameters.parameter(fqn)?.into();
+            let fit = |name: &str| {
+                let position = positions_by_name[name];
+                Wanted::fit(
+                    load.schema,
+                    position,
+                    || name.to_owned(),
+                    &value,
+                    load.options,
+                )
+            };
+            let mut wanted = fit(name);
+            for other_name in other_names.get(fqn).into_iter().flatten() {
+                match (&mut wanted, fit(other_name)) {
+                    (Ok(wanted), Ok(other)) => wanted.tied_positions.push(other.position),
+                    (_, Err(mismatch)) => plan.report.mismatched.push(mismatch),
+                    (Err(_), Ok(_)) => {}
+                }
+            }
+            if let Ok(wanted) = &mut wanted {
+                wanted.tied_positions.sort_unstable();
+            }
             self.request_live(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
@@ -376,9 +396,11 @@ impl<'a> LiveTarget<'a> {
         let optim = self.prefixes.optim.as_ref();
         let model = self.prefixes.model.as_ref();
         let mut sorted = SortedLeaves::default();
+        let optim_paths = schema.iter().filter_map(|(path, _)| path.below(optim?));
+        let has_numbered_groups = has_numbered_groups(optim_paths.map(|path| path.flat_key()));
         for (position, (path, _)) in schema.iter().enumerate() {
             if let Some(inner_path) = optim.and_then(|prefix| path.below(prefix)) {
-                let key = OptimKey::read(&inner_path.0, &|name| {
+                let key = OptimKey::read(&inner_path.0, has_numbered_groups, &|name| {
                     self.parameters.contains(&(self.rename_in_optimizers)(name))
                 });
                 match key {
@@ -503,6 +525,13 @@ impl Target for LiveTarget<'_> {
             self.destinations[wanted.place].memory,
             Some((_, MemoryKind::Live))
         )
+    }
+
+    fn may_be_tied(&self, wanted: &Wanted) -> bool {
+        // The names of parameters are known, and an average has the model's buffers too, whose names
+        // in the model count.
+        let is_value = matches!(self.destinations[wanted.place].part, TargetPart::Value(_));
+        is_value && self.lends_live(wanted)
     }
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {

@@ -4,7 +4,7 @@ use fsdp_layout::KeyPath;
 use fsdp_state::engine::{Plan, Wanted};
 use fsdp_state::set_element;
 
-use super::incoming::Incoming;
+use super::incoming::{Incoming, state_key};
 use super::{Destination, LiveTarget, TargetPart, request_tensor};
 use crate::error::Result;
 use crate::optimizer::Optimizer;
@@ -80,7 +80,8 @@ impl LiveTarget<'_> {
                             (Wanted::whole(load.schema, tensor.position), None, part)
                         }
                     };
-                    if let Some(wanted) = wanted {
+                    if let Some(mut wanted) = wanted {
+                        wanted.tied_positions = tensor.tied_positions;
                         let destination = Destination { memory, part };
                         request_tensor(wanted, destination, &mut self.destinations, plan);
                     }
@@ -92,8 +93,10 @@ impl LiveTarget<'_> {
             self.incoming.push(incoming);
         }
         let unknown = saved.states.keys().filter(|fqn| !is_held(&optimizers, fqn));
-        plan.report.unexpected.extend(unknown.cloned());
-        plan.report.unexpected.append(&mut saved.unexpected);
+        let unexpected = unknown.chain(&saved.unexpected);
+        plan.report
+            .unexpected
+            .extend(unexpected.map(|fqn| state_key(fqn)));
         self.plan_user_state(saved.user_state, load, plan)
     }
 

@@ -421,9 +421,9 @@ fn optimizer_state_that_is_missing_or_misshapen_is_refused_by_name() {
             );
         });
         for (dict, word) in [
-            (&without_param, "missing key(s) `a.bias`"),
-            (&without_entry, "`a.bias.exp_avg`"),
-            (&misshapen, "a.bias.exp_avg: saved"),
+            (&without_param, "missing key(s) `state.a.bias`"),
+            (&without_entry, "`state.a.bias.exp_avg`"),
+            (&misshapen, "state.a.bias.exp_avg: saved"),
         ] {
             let error = set_optimizer_state_dict(
                 dict,
@@ -446,7 +446,7 @@ fn optimizer_state_that_is_missing_or_misshapen_is_refused_by_name() {
             &loose,
         )
         .unwrap();
-        assert_eq!(report.missing, ["a.bias"]);
+        assert_eq!(report.missing, ["state.a.bias"]);
     })
     .unwrap();
 }

@@ -477,8 +477,8 @@ fn a_flat_dict_that_lacks_something_names_it() {
         let mut unknown = saved.clone();
         unknown.insert("state.c.weight.step", 1.0);
         for (dict, word) in [
-            (without("state.a.bias."), "`a.bias`"),
-            (without("state.a.bias.exp_avg_sq"), "`a.bias.exp_avg_sq`"),
+            (without("state.a.bias."), "`state.a.bias`"),
+            (without("state.a.bias.exp_avg_sq"), "`state.a.bias.exp_avg_sq`"),
             (unknown, "`state.c.weight.step`"),
         ] {
             let set = set_optimizer_state_dict(&dict, model.parameters(), &mut [&mut optimizer], &flat);

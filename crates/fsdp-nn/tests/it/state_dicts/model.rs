@@ -200,6 +200,63 @@ fn all_names_of_a_tied_parameter_are_saved_and_either_loads() {
     }
 }
 
+/// The state dict of a model whose weights were not tied, whole on every rank, on one, and cut in
+/// other boxes for each name.
+#[test]
+fn names_of_a_tied_parameter_with_other_values_are_an_error_that_names_both() {
+    let names = ["embedding.weight", "decoder.weight"];
+    let expected = reference(&tied(), &adam(), false, DType::F32, 0).0;
+    let cut = |tensor: &Tensor, rows: std::ops::Range<usize>| {
+        let bounds = TensorBox::new(vec![rows.start, 0], vec![rows.len(), 3]);
+        let tensor = tensor.narrow(0, rows.start, rows.len()).unwrap();
+        let shards = vec![fsdp_flat::LocalShard { bounds, tensor }];
+        fsdp_flat::ShardedTensor::new(DType::F32, vec![6, 3], shards).unwrap()
+    };
+    for difference in [0.0, 1.0] {
+        let first = expected.get(names[0]).unwrap().as_tensor().unwrap();
+        let second = (first + difference).unwrap();
+        for settings in [
+            StateDictSettings::from(StateDictType::Full),
+            rank0_only(),
+            StateDictSettings::from(StateDictType::Sharded),
+        ] {
+            let what = format!("{settings:?}, {difference}");
+            let messages = ranks(2, |group| {
+                let rank = group.rank();
+                let model = model_of(&group, &tied(), full_shard(2, true), DType::F32, 9);
+                let parameters = model.parameters();
+                let before = state_dict(parameters).unwrap();
+                let mut saved = expected.clone();
+                if settings.state_dict_type() == StateDictType::Sharded {
+                    let rows = [[0..3, 3..6], [0..1, 1..6]].map(|rows| rows[rank].clone());
+                    saved.insert(names[0], cut(first, rows[0].clone()));
+                    saved.insert(names[1], cut(&second, rows[1].clone()));
+                } else {
+                    saved.insert(names[1], second.clone());
+                }
+                let outcome = parameters.state_dict_type(settings.clone(), || {
+                    load_state_dict(&saved, parameters, true)
+                });
+                let after = state_dict(parameters).unwrap();
+                if outcome.is_err() {
+                    assert_same(&after, &before, &what);
+                } else {
+                    assert_same(&after, &expected, &what);
+                }
+                outcome.err().map(|error| error.to_string())
+            });
+            for message in &messages {
+                assert_eq!(message, &messages[0], "{what}");
+                assert_eq!(message.is_some(), difference > 0.0, "{what}: {message:?}");
+                let text = message
+                    .as_deref()
+                    .unwrap_or("embedding.weight decoder.weight");
+                assert!(names.iter().all(|name| text.contains(name)), "{text}");
+            }
+        }
+    }
+}
+
 #[test]
 fn only_persistent_buffers_are_saved_and_they_load() {
     ranks(2, |group| {

@@ -572,6 +572,48 @@ fn tied_parameters_load_their_state_from_either_name() {
     });
 }
 
+/// Two parameters of the model that was saved are one here.
+#[test]
+fn state_of_both_names_of_a_tied_parameter_must_be_the_same() {
+    let saved = reference(&tied(), &adam(), false, DType::F32, 2).1;
+    for (entry, value) in [
+        ("", None),
+        ("step", Some(Tensor::new(9f32, &Device::Cpu).unwrap())),
+        (
+            "exp_avg",
+            Some(Tensor::ones((6, 3), DType::F32, &Device::Cpu).unwrap()),
+        ),
+    ] {
+        let mut both = saved.clone();
+        if let Some(StateValue::Dict(states)) = both.get_mut("state") {
+            let Some(StateValue::Dict(mut state)) = states.get("embedding.weight").cloned() else {
+                panic!("no state")
+            };
+            value.map(|value| state.insert(entry, value));
+            states.insert("decoder.weight", StateValue::Dict(state));
+        }
+        ranks(2, |group| {
+            let model = model(&group, &tied(), full_shard(2, true));
+            let parameters = model.parameters();
+            let mut optimizer = optimizer(parameters, &tied(), &adam(), false);
+            for settings in [StateDictSettings::default(), optim_rank0_only()] {
+                let outcome = parameters.state_dict_type(settings, || {
+                    optim_state_dict_to_load(&both, parameters, &mut optimizer, &DIRECTLY)
+                });
+                match outcome {
+                    Ok(_) => assert!(entry.is_empty()),
+                    Err(error) => {
+                        let error = error.to_string();
+                        let names = ["embedding.weight", "decoder.weight", entry];
+                        assert!(names.iter().all(|name| error.contains(name)), "{error}");
+                        assert!(!entry.is_empty(), "{error}");
+                    }
+                }
+            }
+        });
+    }
+}
+
 #[test]
 fn different_steps_of_parameters_are_fine_with_original_parameters() {
     let spec = dummy();
