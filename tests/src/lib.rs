@@ -7,6 +7,8 @@ pub mod counting_allocator;
 mod book {
     #[doc = include_str!("../../docs/src/checkpoints.md")]
     mod checkpoints {}
+    #[doc = include_str!("../../docs/src/several-models.md")]
+    mod several_models {}
     #[doc = include_str!("../../docs/src/shard.md")]
     mod shard {}
     #[doc = include_str!("../../docs/src/state-dicts.md")]

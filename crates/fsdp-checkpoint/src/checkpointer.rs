@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::step_in_name;
@@ -13,13 +13,13 @@ use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
+use fsdp_state::{LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
 use crate::catalog::{RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name};
-use crate::error::{CheckpointError, broadcast_result, with_causes_in_text};
-use crate::load::{LOAD, open};
+use crate::error::{CheckpointError, broadcast_result};
+use crate::load::{LOAD, agree_on_load, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
 use crate::progress::SaveProgress;
@@ -115,7 +115,7 @@ pub struct CheckpointerOptions {
 /// never mixes with the collectives of training.
 ///
 /// Errors are the same on every rank, and the checkpointer can be used again after them, unless
-/// they end the group ([`CommError`]). Dropping a checkpointer waits for its
+/// they end the group ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its
 /// save in the background, whose error is only logged then, and for the removal of old checkpoints.
 #[derive(Debug)]
 pub struct Checkpointer {
@@ -773,37 +773,6 @@ impl Drop for Checkpointer {
             tracing::error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
         }
         self.end_pruning();
-    }
-}
-
-/// Returns what this rank's [`Stateful::load_state_dict`] has returned, unless that of another rank
-/// has failed. Collective: an agreement.
-///
-/// A type of one's own may fail on one rank alone. If it does so before it loads anything, this
-/// agreement is the one at the beginning of the load, in which the other ranks wait. They get an
-/// error of communication there, which all ranks know of, and do not come here with it.
-fn agree_on_load(
-    group: &ProcessGroup,
-    loaded: Result<LoadReport, CheckpointError>,
-) -> Result<LoadReport, CheckpointError> {
-    match loaded {
-        Err(error) if error.comm().is_some() => Err(error),
-        Err(error) => {
-            let error_to_send = CheckpointError::State(with_causes_in_text(&error));
-            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(error_to_send)) {
-                // Another rank has no error of its own, so all ranks get that of this one.
-                Err(CheckpointError::Comm(CommError::RankFailed {
-                    operation,
-                    failures,
-                })) if failures.len() < group.world_size() => Err(CommError::RankFailed {
-                    operation,
-                    failures,
-                }
-                .into()),
-                _ => Err(error),
-            }
-        }
-        Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
     }
 }
 

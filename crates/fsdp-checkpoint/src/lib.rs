@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `checkpointer` | [`Checkpointer`]: saves, loads and removes the checkpoints of a run |
 //! | `stateful` | the state that it saves and loads: [`Stateful`], and [`TrainState`] |
+//! | `stateful_dict`, `part` | [`StatefulDict`]: several of them in one checkpoint, each below a key of its own |
 //! | `save`, `load` | [`save()`], [`load()`], [`load_in_place()`]: a state dict to a checkpoint directory and back, on any number of ranks |
 //! | `from_checkpoint` | [`from_checkpoint()`]: a model built from a checkpoint of any format |
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
@@ -25,6 +26,7 @@ mod load;
 mod local_state;
 mod memory_tier;
 mod parent;
+mod part;
 mod plan;
 mod progress;
 mod retention;
@@ -33,6 +35,7 @@ mod save;
 mod shared_read;
 mod source;
 mod stateful;
+mod stateful_dict;
 mod threads;
 
 pub use catalog::{
@@ -49,8 +52,10 @@ pub use fsdp_nn::torch::{
 };
 pub use fsdp_state::{KeepOn, LoadOptions, LoadReport, WrongTensor};
 pub use load::{load, load_in_place, load_whole};
+pub use part::CheckpointPart;
 pub use progress::SaveProgress;
 pub use retention::{Retention, prune};
 pub use save::{STORAGE_DEADLINE, SaveOptions, SaveReport, save};
 pub use source::CheckpointSource;
 pub use stateful::{KeptUnchanged, Stateful, TrainState};
+pub use stateful_dict::StatefulDict;

@@ -1,6 +1,6 @@
 //! Loading a checkpoint into a state dict: torch's `dcp.load`, into fresh tensors or in place.
 
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
@@ -8,11 +8,11 @@ use fsdp_layout::PlainValue;
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue,
-    flatten_state_dict, get_element_mut, load_state,
+    flatten_state_dict, get_element_mut, is_part_of, load_state,
 };
 use tracing::info_span;
 
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, with_causes_in_text};
 use crate::save::with_storage_deadline;
 use crate::source::CheckpointSource;
 
@@ -162,6 +162,37 @@ fn open_on_this_rank(
     )?)
 }
 
+/// Returns what this rank's [`Stateful::load_state_dict`](crate::Stateful::load_state_dict) has
+/// returned, unless that of another rank has failed. Collective: an agreement.
+///
+/// A type of one's own may fail on one rank alone. If it does so before it loads anything, this
+/// agreement is the one at the beginning of the load, in which the other ranks wait. They get an
+/// error of communication there, which all ranks know of, and do not come here with it.
+pub(crate) fn agree_on_load(
+    group: &ProcessGroup,
+    loaded: Result<LoadReport, CheckpointError>,
+) -> Result<LoadReport, CheckpointError> {
+    match loaded {
+        Err(error) if error.comm().is_some() => Err(error),
+        Err(error) => {
+            let error_to_send = CheckpointError::State(with_causes_in_text(&error));
+            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(error_to_send)) {
+                // Another rank has no error of its own, so all ranks get that of this one.
+                Err(CheckpointError::Comm(CommError::RankFailed {
+                    operation,
+                    failures,
+                })) if failures.len() < group.world_size() => Err(CommError::RankFailed {
+                    operation,
+                    failures,
+                }
+                .into()),
+                _ => Err(error),
+            }
+        }
+        Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
+    }
+}
+
 /// Loads an open checkpoint into a state dict.
 pub(crate) fn fill(
     checkpoint: &dyn Checkpoint,
@@ -173,8 +204,11 @@ pub(crate) fn fill(
     let _span =
         info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
     // A checkpoint's keys are flat, whatever paths its state dict had.
-    let FlatStateDict { values, paths } =
-        CheckpointError::or_refuse(group, LOAD, flatten_state_dict(state))?;
+    let mut flattened = flatten_state_dict(state);
+    if in_place && let Err(error) = state.check_reaches_owner(|key| may_load(options, key)) {
+        flattened = Err(error);
+    }
+    let FlatStateDict { values, paths } = CheckpointError::or_refuse(group, LOAD, flattened)?;
     let flat: StateDict = values
         .into_iter()
         .map(|(key, value)| (key, as_leaf(value)))
@@ -192,6 +226,12 @@ pub(crate) fn fill(
         *slot.expect("only keys of the state dict are loaded") = value;
     }
     Ok(report)
+}
+
+/// Returns `true` if a key, or something below it, is to be loaded.
+fn may_load(options: &LoadOptions, key: &str) -> bool {
+    let mut parts = options.only.iter().flatten();
+    options.includes(key) || parts.any(|part| is_part_of(part, key))
 }
 
 /// Returns a placeholder for a list, a tuple or a dict that flattening has left whole, and other

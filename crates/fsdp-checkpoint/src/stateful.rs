@@ -10,13 +10,14 @@ use fsdp_nn::state::{
     LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict,
 };
 use fsdp_nn::{
-    AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler,
-    Unchanged,
+    AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedParameters,
+    ShardedSampler, Unchanged,
 };
 use fsdp_state::{
     LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError,
     StateValue, flatten_state_dict, is_part_of, load_state,
 };
+use tracing::warn;
 
 use crate::error::CheckpointError;
 use crate::load::{LOAD, fill};
@@ -60,12 +61,13 @@ pub trait Stateful {
     ) -> Result<LoadReport, CheckpointError>;
 }
 
-/// A guard that keeps the sharded tensors below some keys of a state dict unchanged until they have
+/// Guards that keep the sharded tensors below some keys of a state dict unchanged until they have
 /// been copied. Other values below these keys are copied at once.
 #[derive(Debug)]
 pub struct KeptUnchanged {
-    keys: Vec<String>,
-    guard: Unchanged,
+    /// The paths of the keys.
+    paths: Vec<KeyPath>,
+    guards: Vec<Unchanged>,
 }
 
 impl KeptUnchanged {
@@ -73,23 +75,39 @@ impl KeptUnchanged {
     /// unchanged: they are parameters of its model, state of its optimizers, or averages.
     #[must_use]
     pub fn new(keys: impl IntoIterator<Item = impl Into<String>>, guard: Unchanged) -> Self {
+        let paths = keys.into_iter().map(|key| KeyPath::from_key(&key.into()));
         KeptUnchanged {
-            keys: keys.into_iter().map(Into::into).collect(),
-            guard,
+            paths: paths.collect(),
+            guards: vec![guard],
         }
+    }
+
+    /// Returns the same guards for a state dict in which all keys lie below another key.
+    #[must_use]
+    pub fn below(mut self, key: &str) -> Self {
+        for path in &mut self.paths {
+            path.0.insert(0, PathPart::Key(key.to_owned()));
+        }
+        self
+    }
+
+    /// Joins the guards of two parts of one state dict.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.paths.extend(other.paths);
+        self.guards.extend(other.guards);
+        self
     }
 
     /// Returns `true` for the path of a value that does not change if it is a sharded tensor.
     pub(crate) fn contains(&self, path: &KeyPath) -> bool {
-        let [PathPart::Key(top_key), _, ..] = path.0.as_slice() else {
-            return false;
-        };
-        self.keys.contains(top_key)
+        let mut paths = self.paths.iter();
+        paths.any(|kept| path.0.len() > kept.0.len() && path.0.starts_with(&kept.0))
     }
 
-    /// Ends the guard, and returns for how long a change has waited so far.
+    /// Ends the guards, and returns for how long changes have waited so far.
     pub(crate) fn release(self) -> Duration {
-        self.guard.release()
+        self.guards.into_iter().map(Unchanged::release).sum()
     }
 }
 
@@ -121,6 +139,10 @@ const SCALER: &str = "scaler";
 /// The key of the averaged weights in a checkpoint.
 const AVERAGE: &str = "average";
 
+/// The way to load what a state dict of a run has only copies of.
+const LOAD_ADVICE: &str = "call `TrainState::load_state_dict`, for several runs in one checkpoint \
+    through a `StatefulDict` or on a `CheckpointPart`";
+
 /// The state of a training run: the model, its optimizers, a sampler, a gradient scaler and
 /// averaged weights if the run has them, and plain values.
 ///
@@ -133,11 +155,16 @@ const AVERAGE: &str = "average";
 /// have: set these before the load. Other plain values that only the checkpoint has are added to
 /// [`TrainState::values`]. A tensor of one element
 /// becomes a number where `values` has a plain value. A load that is not strict ignores names that
-/// only one side has, and opaque values.
+/// only one side has, and opaque values; an average that the checkpoint lacks begins anew from the
+/// loaded weights.
+///
+/// Several runs share a checkpoint, each below a key of its own, in a
+/// [`StatefulDict`](crate::StatefulDict).
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a
 /// run without optimizers. Names that begin with `model.` in a format of flat keys are the model's
-/// own, as in Hugging Face's files.
+/// own, as in Hugging Face's files, if the model has one of them; otherwise they are names below
+/// the key `model`.
 ///
 /// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers
 /// are loaded as a whole or not at all.
@@ -230,10 +257,8 @@ impl<M> TrainState<M> {
         state.insert(MODEL, live_model_state_dict(parameters)?);
         if !self.optimizers.is_empty() {
             let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
-            state.insert(
-                OPTIM,
-                live_optim_state_dict(&optimizers, MissingState::Initial)?,
-            );
+            let optim = live_optim_state_dict(&optimizers, MissingState::Initial)?;
+            state.insert(OPTIM, optim.as_snapshot("", LOAD_ADVICE));
         }
         for (key, value) in self.values_and_parts()? {
             if let Some(part) = live_part(&key) {
@@ -306,7 +331,8 @@ impl<M> TrainState<M> {
         }
         if options.only.is_some() {
             // A checkpoint that holds no more than a model has its names without the key.
-            let takes_model = options.includes(MODEL) && model_prefix(source.schema()).is_empty();
+            let prefix = prefix_for(self.model.parameters(), source.schema());
+            let takes_model = options.includes(MODEL) && prefix.is_empty();
             (source, _) = source.without(|key| {
                 // Model and optimizers are taken as a whole.
                 let part = live_part(key).unwrap_or(key);
@@ -408,7 +434,7 @@ impl<M> TrainState<M> {
         let mut optimizers = Vec::new();
         let mut prefixes = StatePrefixes::default();
         if options.includes(MODEL) {
-            prefixes.model = Some(model_prefix(source.schema()));
+            prefixes.model = Some(prefix_for(self.model.parameters(), source.schema()));
         }
         if options.includes(OPTIM) {
             prefixes.optim = Some(vec![OPTIM.to_owned()]);
@@ -423,6 +449,36 @@ impl<M> TrainState<M> {
         report.missing.extend(absent);
         report.sort();
         Ok((report, values))
+    }
+
+    /// Begins the average anew from the loaded weights if it was to be loaded, but the checkpoint
+    /// has none, and tells so. An average without updates is that of the weights before the load,
+    /// so it begins anew too if it was not to be loaded.
+    ///
+    /// # Errors
+    /// candle's errors.
+    fn restart_average(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let Some(average) = &mut self.average else {
+            return Ok(());
+        };
+        let is_left_out = !options.includes(AVERAGE);
+        let is_loaded = !is_left_out && has_average(checkpoint);
+        let is_stale = options.includes(MODEL) && average.belongs_to(self.model.parameters());
+        if is_loaded || !is_stale || is_left_out && average.n_averaged() > 0 {
+            return Ok(());
+        }
+        average.restart()?;
+        if !is_left_out && self.model.group().rank() == 0 {
+            warn!(
+                path = %checkpoint.path().display(),
+                "the checkpoint has no average of the weights: it begins anew from the loaded weights"
+            );
+        }
+        Ok(())
     }
 
     /// Sets sampler, scaler, average and values to what was loaded.
@@ -506,11 +562,15 @@ fn dict_of(value: StateValue) -> StateDict {
 }
 
 impl<M> Stateful for TrainState<M> {
+    /// Returns the state, of which only the model's tensors, and those of an average, can be
+    /// written to: steps, hyperparameters, moments of an optimizer that has not stepped, and plain
+    /// values are copies. So a load in place into this dict is an error, unless it is limited to
+    /// `model`.
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
         let state = self.live_state()?;
         // The caller may write to the views.
         self.model.parameters().lend()?;
-        Ok(state)
+        Ok(state.as_snapshot(MODEL, LOAD_ADVICE))
     }
 
     fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
@@ -541,7 +601,36 @@ impl<M> Stateful for TrainState<M> {
     ) -> Result<LoadReport, CheckpointError> {
         let (report, loaded) = self.load_live(checkpoint, group, options)?;
         self.set_loaded(loaded)?;
+        self.restart_average(checkpoint, options)?;
         Ok(report)
+    }
+}
+
+/// Returns the keys that lead to the state of a model that is there: those of [`model_prefix`], or
+/// `model` if the names of the checkpoint are flat, none is the model's own, and some are without
+/// `model.`.
+fn prefix_for(parameters: &ShardedParameters, schema: &Schema) -> Vec<String> {
+    let prefix = model_prefix(schema);
+    if !prefix.is_empty() {
+        return prefix;
+    }
+    let mut is_below_model = false;
+    for (path, _) in schema.iter() {
+        let [PathPart::Key(name)] = path.0.as_slice() else {
+            continue;
+        };
+        if parameters.contains(name) {
+            return prefix;
+        }
+        let inner_name = name
+            .strip_prefix(MODEL)
+            .and_then(|rest| rest.strip_prefix('.'));
+        is_below_model |= inner_name.is_some_and(|name| parameters.contains(name));
+    }
+    if is_below_model {
+        vec![MODEL.to_owned()]
+    } else {
+        prefix
     }
 }
 

@@ -43,6 +43,16 @@ impl LoadReport {
         self
     }
 
+    /// Returns the report with all names below a key.
+    #[must_use]
+    pub fn below(mut self, key: &str) -> LoadReport {
+        let names = self.missing.iter_mut().chain(&mut self.unexpected);
+        for name in names.chain(self.mismatched.iter_mut().map(|mismatch| &mut mismatch.fqn)) {
+            *name = format!("{key}.{name}");
+        }
+        self
+    }
+
     /// Sorts all lists, and drops what they have twice.
     pub fn sort(&mut self) {
         self.missing.sort();

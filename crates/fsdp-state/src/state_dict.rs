@@ -42,6 +42,17 @@ pub enum StateValue {
 #[derive(Debug, Clone, Default)]
 pub struct StateDict {
     entries: IndexMap<String, StateValue>,
+    /// A note if a load in place would lose values; `None` if they are nowhere else.
+    snapshot: Option<Snapshot>,
+}
+
+/// A note on a state dict of something live, of which only some values are views.
+#[derive(Debug, Clone)]
+struct Snapshot {
+    /// The key below which all tensors are views; empty if there is none.
+    live_key: &'static str,
+    /// The way to load the rest.
+    advice: &'static str,
 }
 
 impl StateDict {
@@ -49,6 +60,43 @@ impl StateDict {
     #[must_use]
     pub fn new() -> Self {
         StateDict::default()
+    }
+
+    /// Notes that this is the state dict of something live. Values that are loaded in place reach
+    /// it only below `live_key` (nowhere if that is empty); elsewhere they would end in copies and
+    /// be lost, so that such a load is an error, which ends with `advice`.
+    #[must_use]
+    pub fn as_snapshot(mut self, live_key: &'static str, advice: &'static str) -> Self {
+        self.snapshot = Some(Snapshot { live_key, advice });
+        self
+    }
+
+    /// Checks that a load in place of the keys that `is_loaded` selects would reach what the values
+    /// belong to.
+    ///
+    /// # Errors
+    /// [`StateError::LostInSnapshot`].
+    pub fn check_reaches_owner(&self, is_loaded: impl Fn(&str) -> bool) -> Result<(), StateError> {
+        // Dicts that are yet to be looked into, and the beginning of their keys.
+        let mut remaining = vec![(String::new(), self)];
+        while let Some((prefix, dict)) = remaining.pop() {
+            for (key, value) in dict {
+                let key_here = format!("{prefix}{key}");
+                if let Some(snapshot) = &dict.snapshot
+                    && key != snapshot.live_key
+                    && is_loaded(&key_here)
+                {
+                    return Err(StateError::LostInSnapshot {
+                        key: key_here,
+                        advice: snapshot.advice,
+                    });
+                }
+                if let StateValue::Dict(inner) = value {
+                    remaining.push((format!("{key_here}."), inner));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Sets the value of a key, and returns its old value, if it had one.
@@ -302,6 +350,7 @@ impl<K: Into<String>> FromIterator<(K, StateValue)> for StateDict {
                 .into_iter()
                 .map(|(key, value)| (key.into(), value))
                 .collect(),
+            snapshot: None,
         }
     }
 }

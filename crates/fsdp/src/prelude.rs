@@ -2,7 +2,7 @@
 
 pub use fsdp_checkpoint::{
     Checkpointer, CheckpointerOptions, FromCheckpointOptions, LoadOptions, Retention, SaveOptions,
-    Stateful, TrainState, from_checkpoint,
+    Stateful, StatefulDict, TrainState, from_checkpoint,
 };
 pub use fsdp_comm::{ProcessGroup, ReduceOp, run_local};
 pub use fsdp_flat::ShardedTensor;

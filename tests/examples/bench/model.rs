@@ -101,9 +101,15 @@ impl Training {
         self.run.model.group()
     }
 
-    /// Views of this rank's shards.
+    /// Views of this rank's shards, in dicts that are made anew, so that a load may fill them.
     pub(crate) fn state(&self) -> Result<StateDict> {
-        Ok(self.run.state_dict()?)
+        let parts = self.run.state_dict()?.into_iter();
+        Ok(parts
+            .map(|(key, part)| match part {
+                StateValue::Dict(part) => (key, part.into_iter().collect::<StateDict>().into()),
+                part => (key, part),
+            })
+            .collect())
     }
 }
 

@@ -16,3 +16,4 @@ mod plan_cache;
 mod read_once;
 mod reshard;
 mod retention;
+mod several_models;

@@ -1,0 +1,217 @@
+//! [`StatefulDict`]: several states in one checkpoint, each below a key of its own.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_layout::Failure as _;
+use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict, StateError, is_part_of};
+
+use crate::error::CheckpointError;
+use crate::load::{LOAD, agree_on_load};
+use crate::part::{CheckpointPart, below};
+use crate::stateful::{KeptUnchanged, Stateful};
+
+/// Several states in one checkpoint, each below a key of its own: torch's
+/// `dcp.save({"generator": AppState(…), "discriminator": AppState(…)})`.
+///
+/// The states may be [`TrainState`](crate::TrainState)s of different models, which keep their
+/// weights, moments, steps and learning rates apart, state dicts, other dicts of this type, and
+/// types of one's own. Every rank must have the same keys.
+///
+/// A strict load (the default) fails if the checkpoint has a top-level key that is none of these.
+/// With [`LoadOptions::only`], keys are those of this dict, such as `generator`, or of what lies
+/// below them, such as `generator.model`. The states are loaded one after the other, in the order
+/// of their keys. If one fails after another has been loaded, the error is
+/// [`StateError::PartlyLoaded`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, linear};
+/// use fsdp_checkpoint::{
+///     CheckpointError, Checkpointer, CheckpointerOptions, StatefulDict, TrainState,
+/// };
+/// use fsdp_comm::ProcessGroup;
+/// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+///
+/// type Run = TrainState<candle_nn::Linear>;
+///
+/// fn build(group: &ProcessGroup, inputs: usize) -> Result<Run, CheckpointError> {
+///     let config = FsdpConfig::default();
+///     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| linear(inputs, 2, scope.vb()))?;
+///     let optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+///     Ok(TrainState::new(model, vec![optimizer]))
+/// }
+///
+/// let dir = tempfile::tempdir()?;
+/// fsdp_comm::run_local(2, |group| {
+///     let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default())?;
+///     let mut generator = build(&group, 3)?;
+///     let mut discriminator = build(&group, 5)?;
+///     let x = Tensor::ones((1, 5), DType::F32, &Device::Cpu)?;
+///     discriminator.model.backward(&discriminator.model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?)?;
+///     discriminator.optimizers[0].step()?;
+///     let mut both = StatefulDict::new()
+///         .with("generator", &mut generator)
+///         .with("discriminator", &mut discriminator);
+///     checkpointer.save(1, &both)?;
+///     let report = checkpointer.load(1, &mut both)?;
+///     assert!(report.is_clean());
+///     Ok::<_, CheckpointError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Default)]
+pub struct StatefulDict<'a> {
+    /// The states by their keys, sorted.
+    states: std::collections::BTreeMap<String, &'a mut dyn Stateful>,
+}
+
+impl<'a> StatefulDict<'a> {
+    /// Returns a dict without states.
+    #[must_use]
+    pub fn new() -> Self {
+        StatefulDict::default()
+    }
+
+    /// Adds a state below a key, in the place of one that the dict has there.
+    #[must_use]
+    pub fn with(mut self, key: impl Into<String>, state: &'a mut dyn Stateful) -> Self {
+        self.states.insert(key.into(), state);
+        self
+    }
+
+    /// Checks that each key is one key in a checkpoint, so that a load finds the same states there.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Unsavable`] for an empty key, or one with a dot.
+    fn check_keys(&self) -> Result<(), CheckpointError> {
+        match self
+            .states
+            .keys()
+            .find(|key| key.is_empty() || key.contains('.'))
+        {
+            None => Ok(()),
+            Some(key) => Err(CheckpointError::Unsavable {
+                fqn: key.clone(),
+                problem: "the key of a state must not be empty, and have no dot".to_owned(),
+            }),
+        }
+    }
+
+    /// Returns the keys of the checkpoint that no state takes, and those that are asked for, but
+    /// that are no state's.
+    fn find_lone_keys(&self, checkpoint: &dyn Checkpoint, options: &LoadOptions) -> LoadReport {
+        let has_part = |key: &str| self.states.keys().any(|part| is_part_of(key, part));
+        let mut report = LoadReport::default();
+        let keys = checkpoint.metadata().entries.keys();
+        let mut unexpected = keys.filter(|key| options.includes(key) && !has_part(key));
+        report.unexpected.extend(unexpected.by_ref().cloned());
+        let wanted = options.only.iter().flatten();
+        report
+            .missing
+            .extend(wanted.filter(|key| !has_part(key)).cloned());
+        report
+    }
+}
+
+impl std::fmt::Debug for StatefulDict<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_set().entries(self.states.keys()).finish()
+    }
+}
+
+impl Stateful for StatefulDict<'_> {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        self.check_keys()?;
+        let mut dict = StateDict::new();
+        for (key, state) in &self.states {
+            dict.insert(key, state.state_dict()?);
+        }
+        Ok(dict)
+    }
+
+    fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
+        self.check_keys()?;
+        let mut dict = StateDict::new();
+        let mut kept: Option<KeptUnchanged> = None;
+        for (key, state) in &self.states {
+            let (state, guard) = state.state_to_save()?;
+            dict.insert(key, state);
+            if let Some(guard) = guard.map(|guard| guard.below(key)) {
+                kept = Some(match kept {
+                    Some(kept) => kept.and(guard),
+                    None => guard,
+                });
+            }
+        }
+        Ok((dict, kept))
+    }
+
+    fn load_state_dict(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, CheckpointError> {
+        let mut report = self.find_lone_keys(checkpoint, options);
+        // Every rank has the same checkpoint and the same keys, so all of them have this error.
+        if options.strict && !report.is_clean() {
+            let operation = LOAD;
+            return Err(StateError::Incompatible { operation, report }.into());
+        }
+        let mut has_loaded = false;
+        for (key, state) in &mut self.states {
+            let Some(part_options) = options_of_part(options, key) else {
+                continue;
+            };
+            let part = CheckpointPart::new(checkpoint, key);
+            let loaded = state.load_state_dict(&part, group, &part_options);
+            let part_report =
+                agree_on_load(group, loaded).map_err(|error| in_part(error, key, has_loaded))?;
+            has_loaded = true;
+            report = report.merge(part_report.below(key));
+        }
+        Ok(report)
+    }
+}
+
+/// Returns the options for the load of one part; `None` if nothing of it is to be loaded.
+fn options_of_part(options: &LoadOptions, part: &str) -> Option<LoadOptions> {
+    let mut part_options = options.clone();
+    if let Some(wanted) = &options.only {
+        let inner_keys: Vec<String> = wanted
+            .iter()
+            .filter_map(|key| below(key, part).map(str::to_owned))
+            .collect();
+        let is_whole = wanted.iter().any(|key| key == part);
+        if inner_keys.is_empty() && !is_whole {
+            return None;
+        }
+        part_options.only = (!is_whole).then_some(inner_keys);
+    }
+    Some(part_options)
+}
+
+/// Adds to an error which part it comes from. If others have been loaded before, live values are
+/// partly new.
+fn in_part(error: CheckpointError, key: &str, has_loaded: bool) -> CheckpointError {
+    match error {
+        CheckpointError::State(StateError::Incompatible { operation, report }) if !has_loaded => {
+            let report = report.below(key);
+            StateError::Incompatible { operation, report }.into()
+        }
+        error
+            if has_loaded
+                && error
+                    .comm()
+                    .is_none_or(|comm| comm.kind() != fsdp_layout::ErrorKind::RankLost) =>
+        {
+            let kind = error.kind();
+            let reason = format!("`{key}`: {}", fsdp_layout::with_causes(&error));
+            StateError::PartlyLoaded { reason, kind }.into()
+        }
+        error => error,
+    }
+}
