@@ -144,8 +144,14 @@ impl BackgroundSaver {
         let Some(in_flight) = self.in_flight.take() else {
             return Ok(None);
         };
-        let finished = in_flight.join().map_err(|_| CheckpointError::Background {
-            problem: "its thread panicked".to_owned(),
+        let finished = in_flight.join().map_err(|_| {
+            // The thread has aborted the group, so that all ranks have this error.
+            match self.group.barrier() {
+                Err(error) => error.into(),
+                Ok(()) => CheckpointError::Background {
+                    problem: "its thread panicked".to_owned(),
+                },
+            }
         })?;
         let (buffers, saver, outcome) = finished.expect("the thread was sent a save");
         self.buffers = buffers;
@@ -154,9 +160,23 @@ impl BackgroundSaver {
     }
 }
 
+/// Aborts a group if the thread that drops this panics, because the other ranks would wait for it
+/// until their deadline.
+struct AbortOnPanic(ProcessGroup);
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0
+                .abort("the thread of its save in the background panicked");
+        }
+    }
+}
+
 impl BackgroundSave {
     /// Copies what has not been copied yet, and saves.
     fn run(mut self) -> Finished {
+        let _abort_on_panic = AbortOnPanic(self.group.clone());
         // Copy the rest before anything else: training may be waiting for it.
         let copied = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();

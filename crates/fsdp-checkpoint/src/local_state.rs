@@ -12,7 +12,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::limits::MAX_OBJECT_BYTES;
 use fsdp_formats::plan::LocalPlan;
 use fsdp_formats::writer::{PayloadSource, value_item_length};
-use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_layout::{KeyPath, PathPart, PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
 
@@ -26,6 +26,8 @@ pub(crate) struct LocalState {
     pub(crate) plan: LocalPlan,
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
+    /// The numbers of steps in the state of optimizers, which are tensors.
+    steps: Vec<(String, Digest)>,
     pub(crate) progress: SaveProgress,
 }
 
@@ -49,10 +51,17 @@ impl LocalState {
             plan: LocalPlan::default(),
             tensors: IndexMap::new(),
             values: IndexMap::new(),
+            steps: Vec::new(),
             progress,
         };
         for (fqn, value) in values {
             let path = paths.swap_remove(&fqn);
+            if value.is_tensor()
+                && path.as_ref().is_some_and(is_step)
+                && let Some(step) = value.to_plain()?
+            {
+                local.steps.push((fqn.clone(), Digest::of_value(&step)));
+            }
             let plan = &mut local.plan;
             let boxes = match value {
                 StateValue::Tensor(tensor) => {
@@ -88,15 +97,27 @@ impl LocalState {
         Ok(local)
     }
 
-    /// Returns the digest of each plain value, sorted by key.
+    /// Returns the digest of each value that all ranks must have alike, sorted by key: plain
+    /// values, and the numbers of steps in the state of optimizers.
     pub(crate) fn value_digests(&self) -> Vec<(String, Digest)> {
         let mut digests: Vec<(String, Digest)> = self
             .values
             .iter()
             .map(|(key, value)| (key.clone(), Digest::of_value(value)))
+            .chain(self.steps.iter().cloned())
             .collect();
         digests.sort_unstable();
         digests
+    }
+}
+
+/// Returns `true` for the path of a number of steps in the state of an optimizer: `optim`, `state`,
+/// a parameter and `step`.
+fn is_step(path: &KeyPath) -> bool {
+    let is_key = |part: &PathPart, key: &str| matches!(part, PathPart::Key(found) if found == key);
+    match path.0.as_slice() {
+        [.., state, _, step] => is_key(state, "state") && is_key(step, "step"),
+        _ => false,
     }
 }
 

@@ -294,3 +294,68 @@ fn a_save_in_the_background_returns_the_time_of_the_whole_call() {
     })
     .unwrap();
 }
+
+/// Panics at the first durable step.
+struct Panics;
+
+impl StepHook for Panics {
+    fn before(&self, step: Step, _: &Path) -> io::Result<()> {
+        panic!("a test panics in a save, at {step:?}");
+    }
+}
+
+/// The deadline only bounds how long the test takes if the others wait for the rank.
+#[test]
+fn a_panic_in_the_save_of_one_rank_is_the_same_error_on_all() {
+    for panicking_rank in [0, 1] {
+        let dir = tempfile::tempdir().unwrap();
+        let messages = run_local(3, |group| {
+            let durable = if group.rank() == panicking_rank {
+                Durable::with_hook(Arc::new(Panics))
+            } else {
+                Durable::new()
+            };
+            let mut saver = checkpointer(dir.path(), &group, durable);
+            saver.save_async(1, &state(group.rank(), 3, 1.0)).unwrap();
+            saver.wait().unwrap_err().to_string()
+        })
+        .unwrap();
+        for message in &messages {
+            assert!(message.contains("panicked"), "{message}");
+            assert_eq!(message, &messages[0]);
+        }
+    }
+}
+
+/// A save waits for a rank longer than other operations of the group do, from its beginning on.
+#[test]
+fn a_rank_may_be_late_to_every_step_of_a_save_and_a_load() {
+    let dir = tempfile::tempdir().unwrap();
+    let ranks = fsdp_comm::LocalRanks {
+        world_size: 2,
+        deadline: Duration::from_millis(100),
+        ..fsdp_comm::LocalRanks::default()
+    };
+    let late = |group: &ProcessGroup| {
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+    };
+    ranks
+        .run(|group| {
+            let mut saver = checkpointer(dir.path(), &group, Durable::new());
+            let mut state = state(group.rank(), 2, 1.0);
+            late(&group);
+            saver.check_writable().unwrap();
+            late(&group);
+            saver.save(1, &state).unwrap();
+            late(&group);
+            saver.save_async(2, &state).unwrap();
+            saver.wait().unwrap();
+            late(&group);
+            saver.load(2, &mut state).unwrap();
+            late(&group);
+            saver.load_latest(&mut state).unwrap();
+        })
+        .unwrap();
+}

@@ -1,7 +1,7 @@
 //! The norm of all gradients together, and clipping by it.
 
 use candle_core::WithDType;
-use fsdp_comm::ReduceOp;
+use fsdp_comm::{ProcessGroup, ReduceOp};
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 
@@ -63,6 +63,12 @@ impl ShardedParameters {
     /// # Errors
     /// The all-reduce's.
     pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
+        self.reduce_norm(norm, self.shard_group())
+    }
+
+    /// Returns a norm of all gradients together, as [`Self::grad_norm_of`] does, reduced over
+    /// `shard_group`, which is that of the model.
+    fn reduce_norm(&self, norm: GradNorm, shard_group: Option<&ProcessGroup>) -> Result<f64> {
         let is_infinity = norm == GradNorm::Infinity;
         let mut total = [0f64];
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
@@ -85,7 +91,7 @@ impl ShardedParameters {
                 total[0] + unit_norm
             };
         }
-        if let Some(group) = self.shard_group() {
+        if let Some(group) = shard_group {
             let op = if is_infinity {
                 ReduceOp::Max
             } else {
@@ -117,11 +123,13 @@ impl ShardedParameters {
 
     /// Scales all gradients so that their total 2-norm over all ranks is at most `max_norm`, and
     /// returns the norm before scaling, the same on every rank. torch's `clip_grad_norm_` with
-    /// `error_if_nonfinite=True`. Collectives: as [`Self::grad_norm`].
+    /// `error_if_nonfinite=True`. Collectives: those of [`Self::grad_norm`], and a barrier of
+    /// replicas.
     ///
     /// # Errors
     /// [`NnError::Options`] for a norm that is negative or NaN; the errors of
-    /// [`Self::finite_grad_norm`]. The gradients are unchanged then.
+    /// [`Self::finite_grad_norm`]; [`CommError::Mismatch`](fsdp_comm::CommError::Mismatch), on
+    /// every rank, if ranks pass different norms. The gradients are unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
@@ -132,15 +140,23 @@ impl ShardedParameters {
     ///
     /// # Errors
     /// [`NnError::Options`] for a norm that is negative or NaN; the all-reduce's; with
-    /// [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`].
+    /// [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`]; ranks that pass different norms
+    /// or options, as in [`Self::clip_grad_norm`].
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+        // Ranks that clip differently would drift apart. Those that share a reduction compare its
+        // label.
+        let label = format!("gradients clipped to {max_norm:?} with {options:?}");
+        let shard_group = self.shard_group().map(|group| group.with_label(&label));
+        if let Some(replicas) = self.replicate_group() {
+            replicas.with_label(&label).barrier()?;
+        }
+        let norm = self.reduce_norm(options.norm, shard_group.as_ref())?;
         if max_norm.is_nan() || max_norm < 0.0 {
             return Err(NnError::options(format!(
                 "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \
                  not NaN"
             )));
         }
-        let norm = self.grad_norm_of(options.norm)?;
         if !norm.is_finite() {
             match options.on_non_finite {
                 OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),

@@ -1,10 +1,11 @@
 //! Loss scaling, for gradients that `f16` cannot hold as they are.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::{Tensor, WithDType};
 use fsdp_comm::ReduceOp;
-use fsdp_flat::storage::HostSliceMut;
+use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
@@ -87,14 +88,14 @@ pub struct GradScaler {
 }
 
 /// The gradients of one model, once they have been unscaled.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 struct Unscaled {
     /// The identity of the model: the address of what its units share.
     model: usize,
     /// The number of the model's reductions of gradients up to then.
     reductions: u64,
-    /// `true` if the gradients of all ranks were finite.
-    is_finite: bool,
+    /// The parameters whose gradients were not finite on some rank.
+    non_finite: HashSet<String>,
 }
 
 impl GradScaler {
@@ -174,7 +175,8 @@ impl GradScaler {
 
     /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are
     /// finite. Call it before clipping gradients; otherwise [`Self::step`] does it. Collectives:
-    /// one all-reduce of a number over all ranks.
+    /// one all-reduce of a number over all ranks; if some gradient is not finite, another one of a
+    /// byte for each parameter.
     ///
     /// # Errors
     /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`]; the all-reduce's.
@@ -194,10 +196,15 @@ impl GradScaler {
             .all_reduce(&mut non_finite_flag, ReduceOp::Max)?;
         unscaled?;
         let is_finite = non_finite_flag[0] == 0.0;
+        let non_finite = if is_finite {
+            HashSet::new()
+        } else {
+            parameters.find_non_finite()?
+        };
         self.unscaled.push(Unscaled {
             model: Arc::as_ptr(&parameters.shared).addr(),
             reductions: parameters.shared.reductions.count(),
-            is_finite,
+            non_finite,
         });
         Ok(is_finite)
     }
@@ -207,34 +214,37 @@ impl GradScaler {
     ///
     /// # Errors
     /// [`ScalerError::NewGradients`].
-    fn find_unscaled(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+    fn find_unscaled(&self, parameters: &ShardedParameters) -> Result<Option<&Unscaled>> {
         // One scaler may serve several models, so remember which were unscaled.
         let model = Arc::as_ptr(&parameters.shared).addr();
         let found = self
             .unscaled
             .iter()
-            .find(|unscaled| unscaled.model == model)
-            .copied();
+            .find(|unscaled| unscaled.model == model);
         if found.is_some_and(|found| found.reductions != parameters.shared.reductions.count()) {
             return Err(ScalerError::NewGradients.into());
         }
         Ok(found)
     }
 
-    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. A
-    /// scaler that is not enabled always steps the optimizer. Unscales the gradients first unless [`Self::unscale`] was called since the last
-    /// [`Self::update`]. Several optimizers, of one model or of several, may step one after the
-    /// other. Collectives: those of [`Self::unscale`], and the optimizer's.
+    /// Steps an optimizer if all gradients of its parameters are finite on all ranks, and returns
+    /// `true` if it did. A scaler that is not enabled always steps the optimizer. Unscales the
+    /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several
+    /// optimizers, of one model or of several, may step one after the other; as in torch, gradients
+    /// of the others' parameters do not matter. Collectives: those of [`Self::unscale`], and the
+    /// optimizer's.
     ///
     /// # Errors
     /// The errors of the optimizer and of [`Self::unscale`].
     pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
         if self.options.enabled {
-            let is_finite = match self.find_unscaled(optimizer.parameters())? {
-                Some(unscaled) => unscaled.is_finite,
-                None => self.unscale(optimizer.parameters())?,
-            };
-            if !is_finite {
+            if self.find_unscaled(optimizer.parameters())?.is_none() {
+                self.unscale(optimizer.parameters())?;
+            }
+            let unscaled = self.find_unscaled(optimizer.parameters())?;
+            let non_finite = unscaled.map(|unscaled| &unscaled.non_finite);
+            let mut fqns = non_finite.into_iter().flatten();
+            if fqns.any(|fqn| optimizer.holds(fqn)) {
                 return Ok(false);
             }
         }
@@ -255,7 +265,11 @@ impl GradScaler {
             return Err(ScalerError::NothingToUpdate.into());
         }
         // All models share the scale, so an overflow in any of them lowers it.
-        let is_finite = self.unscaled.drain(..).all(|unscaled| unscaled.is_finite);
+        let is_finite = self
+            .unscaled
+            .iter()
+            .all(|unscaled| unscaled.non_finite.is_empty());
+        self.unscaled.clear();
         if !is_finite {
             // A scale of 0 could not grow again.
             self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
@@ -359,6 +373,31 @@ fn read_value<T>(
 }
 
 impl ShardedParameters {
+    /// Returns the parameters whose gradients are not finite on some rank, on every rank the same.
+    /// Collective: an all-reduce of a byte for each parameter over all ranks.
+    ///
+    /// # Errors
+    /// The all-reduce's; candle's errors.
+    fn find_non_finite(&self) -> Result<HashSet<String>> {
+        let mut flags = Vec::new();
+        let mut outcome = Ok(());
+        for handle in &self.handles {
+            for param in 0..handle.params.len() {
+                let piece = handle.grad_piece(param);
+                let is_finite =
+                    piece.and_then(|piece| piece.map_or(Ok(true), |grad| is_finite(&grad)));
+                flags.push(u8::from(!*is_finite.as_ref().unwrap_or(&false)));
+                // An error of this rank must not leave the others waiting.
+                outcome = outcome.and(is_finite.map(drop));
+            }
+        }
+        self.group().all_reduce(&mut flags, ReduceOp::Max)?;
+        outcome?;
+        let params = self.handles.iter().flat_map(|handle| &handle.params);
+        let flagged = params.zip(flags).filter(|(_, flag)| *flag > 0);
+        Ok(flagged.map(|(param, _)| param.fqn.clone()).collect())
+    }
+
     /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were
     /// finite before. No communication.
     fn unscale_gradients(&self, factor: f32) -> Result<bool> {
@@ -382,4 +421,15 @@ impl ShardedParameters {
         }
         Ok(is_finite)
     }
+}
+
+/// Returns `true` if all elements of a gradient are finite.
+fn is_finite(grad: &Tensor) -> Result<bool> {
+    if !grad.device().is_cpu() {
+        return Ok(device::norm_part(grad, false)?.is_finite());
+    }
+    Ok(with_float!(grad.dtype(), T => {
+        let values = HostSlice::<T>::read(grad)?;
+        values.iter().all(|x| WithDType::to_f64(*x).is_finite())
+    }))
 }

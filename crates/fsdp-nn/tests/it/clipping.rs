@@ -255,3 +255,23 @@ fn a_norm_that_no_gradients_can_have_is_refused_and_changes_nothing() {
     })
     .unwrap();
 }
+
+/// Ranks that clip to different norms would go on with different weights.
+#[test]
+fn another_norm_on_one_rank_is_an_error_on_every_rank() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        for other in [2.0, f64::NAN] {
+            let messages = run_local(3, |group| {
+                let model = model(&group, strategy, 2.0);
+                let max_norm = if group.rank() == 1 { other } else { 1.0 };
+                let error = model.parameters().clip_grad_norm(max_norm).unwrap_err();
+                error.to_string()
+            })
+            .unwrap();
+            for message in &messages {
+                assert!(message.contains("clipped to 1.0"), "{strategy}: {message}");
+                assert_eq!(message, &messages[0]);
+            }
+        }
+    }
+}

@@ -366,3 +366,56 @@ fn a_count_of_steps_from_a_file_may_be_the_largest_there_is() {
     })
     .unwrap();
 }
+
+/// torch too looks at the gradients of each optimizer by themselves.
+#[test]
+fn of_two_optimizers_only_that_whose_gradients_are_not_finite_is_skipped() {
+    for use_orig_params in [true, false] {
+        for ranks in [1, 2, 3] {
+            run_local(ranks, |group| {
+                let config = FsdpConfig {
+                    use_orig_params,
+                    ..FsdpConfig::default()
+                };
+                let model = FullyShardedDataParallel::new(group, config, |scope| {
+                    let get = |name: &str| {
+                        let scope = scope.pp(name);
+                        scope.unit(|scope| scope.vb().get((2, 3), "weight"))
+                    };
+                    Ok((get("a")?, get("b")?))
+                })
+                .unwrap();
+                let parameters = model.parameters();
+                let sgd = || Algorithm::Sgd(SgdOptions::default());
+                let mut optimizers = ["a.weight", "b.weight"].map(|fqn| {
+                    let group = fsdp_nn::ParamGroup::new(sgd(), [fqn]);
+                    Optimizer::with_groups(parameters, vec![group]).unwrap()
+                });
+                let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
+                for (factors, expected) in [
+                    ([1.0, f64::INFINITY], [true, false]),
+                    ([f64::INFINITY, 1.0], [false, true]),
+                    ([1.0, 1.0], [true, true]),
+                    ([f64::INFINITY; 2], [false, false]),
+                ] {
+                    let before = scaler.get_scale();
+                    let loss = model
+                        .forward(|(a, b)| {
+                            let a = a.run(|weight| weight.sum_all()? * factors[0])?;
+                            let b = b.run(|weight| weight.sum_all()? * factors[1])?;
+                            a + b
+                        })
+                        .unwrap();
+                    model.backward(&scaler.scale(&loss).unwrap()).unwrap();
+                    let stepped = [0, 1].map(|index| scaler.step(&mut optimizers[index]).unwrap());
+                    assert_eq!(stepped, expected, "{factors:?} on {ranks} ranks");
+                    scaler.update().unwrap();
+                    let has_fallen = scaler.get_scale() < before;
+                    assert_eq!(has_fallen, expected.contains(&false));
+                    parameters.zero_grad();
+                }
+            })
+            .unwrap();
+        }
+    }
+}

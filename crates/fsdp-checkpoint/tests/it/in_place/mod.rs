@@ -8,9 +8,11 @@
 mod digests;
 mod fresh_optimizer;
 mod load;
+mod odd_runs;
 mod own_stateful;
 mod parts;
 mod replicas;
-mod resume;
+pub(crate) mod resume;
 mod silent;
-mod training;
+mod tied_names;
+pub(crate) mod training;
