@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::sync::Arc;
 
+use fsdp_formats::Location;
 use fsdp_formats::internals::{FileIntegrity, Integrity};
 use fsdp_formats::storage::{self, CheckedDirectory, Links, ReadAt as _};
-use fsdp_formats::{FileError, FormatError, Location};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -170,16 +170,31 @@ impl HashedFile {
         self.file.len()
     }
 
+    /// Returns the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// A block whose hash differs; a position after the end.
+    fn read_from<'py>(&self, py: Python<'py>, offset: u64) -> PyResult<Bound<'py, PyBytes>> {
+        let rest = self.file.len().saturating_sub(offset);
+        PyBytes::new_with(py, rest as usize, |bytes| self.fill(py, offset, bytes))
+    }
+
     /// Fills a buffer with the bytes from `offset` on.
     ///
     /// # Errors
     /// A block whose hash differs; the end of the file.
     fn read_into(&self, py: Python<'_>, offset: u64, buffer: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut memory = borrow(buffer, buffer.len()?, true)?;
-        let bytes = borrowed_bytes_mut(&mut memory);
+        self.fill(py, offset, borrowed_bytes_mut(&mut memory))
+    }
+}
+
+impl HashedFile {
+    /// Fills `bytes` with those from `offset` on.
+    fn fill(&self, py: Python<'_>, offset: u64, bytes: &mut [u8]) -> PyResult<()> {
         run_detached(py, || {
-            let outcome: Result<(), FormatError> = self.file.read_exact_at(offset, bytes);
-            outcome.map_err(|error| -> FileError { self.directory.file_error(&self.name, error) })
+            let outcome = self.file.read_exact_at(offset, bytes);
+            outcome.map_err(|error| self.directory.file_error(&self.name, error))
         })
     }
 }

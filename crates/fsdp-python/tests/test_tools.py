@@ -1,5 +1,6 @@
 """The functions that are commands, and the command."""
 
+import http.server
 import importlib.metadata
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -269,6 +271,41 @@ def test_cat_returns_values(dcp_checkpoint):
 def test_a_dry_run_writes_nothing(dcp_checkpoint, tmp_path):
     assert fc.convert(dcp_checkpoint, tmp_path / "new", to="hf", max_shard_size="1MB", dry_run=True)["dry_run"]
     assert not list(tmp_path.iterdir())
+
+
+class EmptyBucket(http.server.BaseHTTPRequestHandler):
+    """A server that speaks enough of S3's protocol to say that there is nothing."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        is_list = "list-type=2" in self.path
+        body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>" if is_list else b""
+        self.send_response(200 if is_list else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_url_is_read_from_its_object_store(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyBucket)
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = {"ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "REGION": "x", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    try:
+        for call in [fc.inspect, fc.verify, fc.load]:
+            with pytest.raises(fc.IncompleteError, match="s3://bucket/step-20"):
+                call("s3://bucket/step-20")
+    finally:
+        server.shutdown()
+    assert any("step-20" in path for path in server.asked)
 
 
 def test_a_variable_of_the_command_changes_no_report(dcp_checkpoint, monkeypatch):

@@ -302,15 +302,16 @@ def test_saves_with_a_cached_plan_are_as_good_as_the_first(tmp_path):
         dcp.load(loaded, storage_reader=StorageReader(tmp_path / f"step-{step}"))
         assert_same(loaded, saved)
         assert fc.verify(tmp_path / f"step-{step}", "deep")["ok"]
-    # Another state, and a save without a cached plan between two with one.
+    # Other states, and between two saves one without a cached plan, and one by torch's own writer.
     for number, saved in enumerate([{"a": torch.ones(3)}, {"a": torch.zeros(3)}, {"b": torch.ones(2), "a": torch.ones(3)}]):
         dcp.save(saved, storage_writer=StorageWriter(tmp_path / "x"), planner=planner)
         dcp.save(saved, storage_writer=StorageWriter(tmp_path / "y"))
-        for name in ("x", "y"):
+        dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path / "z"), planner=planner)
+        for name in ("x", "y", "z"):
             loaded = zeroed(saved)
             dcp.load(loaded, storage_reader=StorageReader(tmp_path / name))
             assert_same(loaded, saved, f"{name} {number}")
-    assert sorted(os.listdir(tmp_path)) == ["step-0", "step-1", "step-2", "step-3", "x", "y"]
+    assert sorted(os.listdir(tmp_path)) == ["step-0", "step-1", "step-2", "step-3", "x", "y", "z"]
 
 
 def test_a_cached_plan_of_another_dtype_is_an_error(tmp_path):

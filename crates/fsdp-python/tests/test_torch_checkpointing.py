@@ -18,6 +18,7 @@ from fsdp_checkpoint import torch_checkpointing as ours  # noqa: E402
 from torch_checkpointing import CheckpointManager, ItemSpec  # noqa: E402
 from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, RawSerialization  # noqa: E402
 from torch_checkpointing.config import SyncCheckpointSaverConfig  # noqa: E402
+from torch_checkpointing.default_resharder import DefaultResharder  # noqa: E402
 from torch_checkpointing.storage.base_storage import ReadArgs  # noqa: E402
 
 STREAM = ReadArgs(pre_read_full_file=False)
@@ -56,6 +57,17 @@ def test_a_checkpoint_has_the_hashes_of_all_its_files_and_loads(tmp_path):
     own = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
     assert own.load(str(tmp_path / "step_5"), into={"step": 0})["step"] == 5
     own.close()
+
+
+def test_verify_checks_the_hashes(tmp_path):
+    made = manager(items={"model": ItemSpec(resharder=DefaultResharder())})
+    made.save(str(tmp_path / "a"), state())
+    made.close()
+    report = fc.verify(tmp_path / "a")
+    assert report["ok"] and report["hashed"]
+    assert fc.load(tmp_path / "a", "*step")["step"] == 5
+    flip(tmp_path / "a" / "model_0.pt")
+    assert not fc.verify(tmp_path / "a")["ok"]
 
 
 @pytest.mark.parametrize("use_mmap", [True, False])

@@ -8,7 +8,7 @@ use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use super::names::{FileKind, RankFile};
 use super::placements::{Placements, place_tensors};
 use crate::budget::Budget;
-use crate::error::{FileError, FormatError};
+use crate::error::FileError;
 use crate::formats::assembled::Held;
 use crate::formats::python_json;
 use crate::formats::structure::Structure;

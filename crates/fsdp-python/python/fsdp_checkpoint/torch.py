@@ -64,6 +64,11 @@ class _RankPlan:
     rank: int
     staging: str
 
+    @property
+    def prefix(self) -> str:
+        """What torch's own writer begins the names of a rank's files with, if it gets a cached plan of ours."""
+        return f"__{self.rank}_"
+
 
 @dataclasses.dataclass(frozen=True)
 class _RankReport(WriteResult):

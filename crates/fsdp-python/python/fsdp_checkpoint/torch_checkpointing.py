@@ -282,9 +282,9 @@ class _Reader(io.RawIOBase):
         return length
 
     def readall(self) -> bytes:
-        rest = bytearray(max(self._file.size - self._position, 0))
-        self.readinto(rest)
-        return bytes(rest)
+        rest = self._file.read_from(self._position) if self._position < self._file.size else b""
+        self._position += len(rest)
+        return rest
 
 
 def _local(path: Path) -> Path:
