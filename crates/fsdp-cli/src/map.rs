@@ -176,7 +176,7 @@ fn config_values(source: &Location) -> Values {
     values
 }
 
-/// What a model's `config.json` says about the weights as they are stored.
+/// The form in which a model's weights are stored, as its `config.json` says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct StoredWeights {
     /// The dtype to compute with.

@@ -109,8 +109,8 @@ pub(crate) struct ConvertArguments {
     /// Cast the state of optimizers too, but not its hyperparameters and counts
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
-    /// Multiply weights of 8 bits by the scales beside them, which are left out. The weights get the
-    /// type of --dtype [default: that in config.json, or bfloat16]
+    /// Multiply weights of 8 bits by the scales beside them, which are left out. The weights get
+    /// the type of --dtype [default: that in config.json, or bfloat16]
     #[arg(long)]
     pub(super) dequantize: bool,
     #[command(flatten)]

@@ -25,7 +25,7 @@ pub(super) struct Destination<'a> {
     pub(super) model_directory: Option<&'a Location>,
     /// The parts that tensor-parallel ranks get.
     pub(super) tensor_parallel_plan: Option<TensorParallelPlan>,
-    /// What a copied `config.json` says anew.
+    /// The settings that a copied `config.json` gets.
     pub(super) config: ConfigEdits,
     pub(super) writing: &'a WriteArguments,
 }

@@ -55,7 +55,15 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         let stored = StoredWeights::of_places(&places);
         let dtype = config.dtype.or(stored.dtype).unwrap_or(DType::BF16);
         config.dtype = Some(dtype);
-        Some(Dequantized::new(&*opened, dtype, stored.block)?)
+        let is_wanted = |key: &str| keys.rename(key) != Rename::Drop;
+        let dequantized = Dequantized::new(&*opened, dtype, stored.block, &is_wanted)?;
+        if dequantized.is_empty() {
+            bail!(usage_error(
+                "`--dequantize` finds no weights of 8 bits with scales beside them",
+                "leave it out; `fsdp inspect --tensors` lists the types",
+            ));
+        }
+        Some(dequantized)
     } else {
         None
     };

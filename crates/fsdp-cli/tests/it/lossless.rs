@@ -641,7 +641,7 @@ fn dequantized_weights_need_no_scales_and_no_configuration_of_them() {
     fsdp(&["convert", &to, &again, "--to", "hf", "--dequantize"])
         .assert()
         .code(2)
-        .stderr(contains("without weights of 8 bits"));
+        .stderr(contains("no weights of 8 bits"));
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! What a view of a checkpoint shows in another way than the checkpoint has it, or not at all.
+//! Changes: a view of a checkpoint may show things in another way than the checkpoint has them, or
+//! not at all.
 
 use std::collections::HashMap;
 
@@ -12,7 +13,7 @@ use crate::metadata::Metadata;
 pub struct Change {
     /// The word for one of the things: `tensor`, `name`.
     pub noun: &'static str,
-    /// What became of them, as the end of a sentence that begins with their number.
+    /// The end of a sentence that begins with their number: it says what became of them.
     pub what: String,
     /// The things, each by its key; some with more after it.
     pub names: Vec<String>,

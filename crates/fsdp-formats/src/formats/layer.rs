@@ -175,8 +175,8 @@ fn find_source<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o s
     }
 }
 
-/// Returns the source and the key there of the tensor that a tensor of this shape shows whole, as it
-/// is or cast; `None` if it is made of several, or of a part.
+/// Returns the source and the key there of the tensor that a tensor of this shape shows whole, as
+/// it is or cast; `None` if it is made of several, or of a part.
 fn only_input<L: Layer>(layer: &L, fqn: &str, shape: &[usize]) -> Option<(usize, String)> {
     let (source, name) = match layer.origin(fqn) {
         Origin::Source(source, name) => (source, name.to_owned()),

@@ -10,7 +10,8 @@ use super::output::OutputFormat;
 use super::sidecars::CopiedSidecars;
 use super::{to_torch, to_torch_checkpointing};
 
-/// Returns what was changed by the views of the source, by its writer (`written`). Elements must have been written before, because some changes are found then.
+/// Returns what was changed by the views of the source and by its writer (`written`). Elements must
+/// have been written before, because some changes are found then.
 pub(super) fn list_changes(source: &dyn Checkpoint, written: Vec<Change>) -> Vec<Change> {
     let mut changes = [source.changes(), written].concat();
     // No format that is written knows that two keys may have the same elements.

@@ -27,7 +27,7 @@ pub struct Cast {
     pub with_optimizer: bool,
 }
 
-/// What a cast does with a tensor.
+/// The outcome of a cast for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CastOutcome {
     /// It is cast.

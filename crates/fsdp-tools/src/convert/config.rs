@@ -5,11 +5,15 @@ use std::collections::BTreeMap;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Change;
+use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::{CheckedDirectory, ReadAt as _};
 use fsdp_layout::DType;
 use serde_json::{Map, Value};
 
-/// What a copied `config.json` says anew.
+use super::cast::CASTABLE;
+use super::output::saturating_bytes;
+
+/// The settings that a copied `config.json` gets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ConfigEdits {
     /// The dtype that it gives, where it gives one; `None` to leave it.
@@ -31,20 +35,19 @@ const DTYPE_KEYS: [&str; 2] = ["dtype", "torch_dtype"];
 const QUANTIZATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 
 impl ConfigEdits {
-    /// Returns the new contents of the `config.json` among files that are copied, and adds to
-    /// `changes` what changes in it; `None` if nothing does, or there is none. One that cannot be
-    /// understood stays as it is, which is added too.
+    /// Returns the new contents of the `config.json` among files that are copied beside `weights`,
+    /// and adds to `changes` what changes in it; `None` if nothing does, or there is none. One that
+    /// cannot be understood stays as it is, which is added too, and so is a dtype in it that most
+    /// weights do not have.
     ///
     /// # Errors
     /// The file cannot be read.
     pub(super) fn apply(
         &self,
         files: &BTreeMap<String, &CheckedDirectory>,
+        weights: &Metadata,
         changes: &mut Vec<Change>,
     ) -> Result<Option<(String, Vec<u8>)>, FileError> {
-        if *self == ConfigEdits::default() {
-            return Ok(None);
-        }
         let Some(directory) = files.get(CONFIG) else {
             return Ok(None);
         };
@@ -57,8 +60,10 @@ impl ConfigEdits {
             Ok(Value::Object(mut config)) => {
                 self.edit(&mut config, "", &mut settings);
                 let text = serde_json::to_string_pretty(&config);
+                changes.extend(self.other_dtype(&config, weights));
                 text.expect("a JSON value can be written as JSON") + "\n"
             }
+            _ if *self == ConfigEdits::default() => return Ok(None),
             _ => {
                 let what = format!(
                     "could not be understood, and still describes the weights as they were: set `dtype` in it{}",
@@ -78,6 +83,42 @@ impl ConfigEdits {
         let what = format!("of `{CONFIG}` changed with the weights");
         changes.extend(Change::new("setting", what, settings));
         Ok(Some((CONFIG.to_owned(), edited.into_bytes())))
+    }
+
+    /// Returns the change that tells a dtype in a configuration which most of the weights beside it
+    /// do not have; `None` if there is none, or if it has been changed to that of the weights.
+    fn other_dtype(&self, config: &Map<String, Value>, weights: &Metadata) -> Option<Change> {
+        if self.dtype.is_some() {
+            return None;
+        }
+        let mut bytes_by_dtype: BTreeMap<DType, u64> = BTreeMap::new();
+        for (_, tensor) in weights.tensors() {
+            let dtype = tensor.properties.dtype;
+            // Loaders compute with quantized weights in the dtype of the configuration.
+            if dtype.is_float() && !CASTABLE.contains(&dtype) {
+                return None;
+            }
+            if CASTABLE.contains(&dtype) {
+                let bytes = bytes_by_dtype.entry(dtype).or_default();
+                *bytes = bytes.saturating_add(saturating_bytes(&tensor.shape, dtype));
+            }
+        }
+        let (main_dtype, _) = bytes_by_dtype.into_iter().max_by_key(|(_, bytes)| *bytes)?;
+        let (key, name) = DTYPE_KEYS
+            .iter()
+            .find_map(|key| Some((key, config.get(*key)?.as_str()?)))?;
+        let dtype = DType::from_torch_name(name.strip_prefix("torch.").unwrap_or(name))?;
+        let setting = format!("{key}: {dtype}, though most weights are {main_dtype}");
+        let settings = if dtype == main_dtype {
+            Vec::new()
+        } else {
+            vec![setting]
+        };
+        Change::new(
+            "setting",
+            format!("of `{CONFIG}` differed from the weights"),
+            settings,
+        )
     }
 
     /// Changes the settings of a configuration and of the parts in it, and adds each to `settings`.

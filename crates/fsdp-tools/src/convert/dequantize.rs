@@ -1,10 +1,10 @@
-//! A checkpoint seen with its weights of 8 bits multiplied by their scales: by block, as DeepSeek-V3
-//! has them, by row, or all by one, as compressed-tensors and FBGEMM write them.
+//! A checkpoint seen with its weights of 8 bits multiplied by their scales: by block, as
+//! DeepSeek-V3 has them, by row, or all by one, as compressed-tensors and FBGEMM write them.
 
 use std::collections::HashSet;
 
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Change, Checkpoint, stream};
+use fsdp_formats::checkpoint::{Change, Checkpoint, KeyFilter, stream};
 use fsdp_formats::internals::{
     KeyChange, Layer, LayerView, Origin, byte_length, check_expansion, tensor_of,
 };
@@ -51,16 +51,18 @@ const ACTIVATION_SCALES: [&str; 8] = [
 ];
 
 impl<'a> Dequantized<'a> {
-    /// Makes the view of a checkpoint, with weights of `dtype`. `block` is the number of rows and of
-    /// columns that share a scale, where the model's configuration says it.
+    /// Makes the view of a checkpoint, with weights of `dtype`. `block` is the number of rows and
+    /// of columns that share a scale, where the model's configuration says it. Weights that are not
+    /// wanted stay as they are.
     ///
     /// # Errors
     /// A weight of 8 bits without a scale, or whose scale has a shape that does not fit; a weight
-    /// of fewer bits; nothing that is quantized; a `dtype` that nothing can be cast to.
+    /// of fewer bits; a `dtype` that nothing can be cast to.
     pub fn new(
         source: &'a dyn Checkpoint,
         dtype: DType,
         block: Option<[usize; 2]>,
+        is_wanted: KeyFilter<'_>,
     ) -> Result<Self, FileError> {
         if !CASTABLE.contains(&dtype) {
             return Err(unsupported("", format!("casting to `{dtype}`")));
@@ -68,16 +70,10 @@ impl<'a> Dequantized<'a> {
         let source_metadata = source.metadata();
         // Step 1: find the weights and their scales.
         let mut weights = IndexMap::new();
-        for (fqn, tensor) in source_metadata.tensors() {
+        for (fqn, tensor) in source_metadata.tensors().filter(|(fqn, _)| is_wanted(fqn)) {
             if let Some(weight) = find_scale(source_metadata, fqn, tensor, block)? {
                 weights.insert(fqn.to_owned(), weight);
             }
-        }
-        if weights.is_empty() {
-            return Err(unsupported(
-                "",
-                "`--dequantize` of a checkpoint without weights of 8 bits and their scales",
-            ));
         }
         // Step 2: leave out the scales, and those of activations beside the weights.
         let mut left_out: HashSet<&str> = HashSet::new();
@@ -131,6 +127,12 @@ impl<'a> Dequantized<'a> {
             changes,
             overflows: Overflows::default(),
         })
+    }
+
+    /// Returns `true` if no weight is multiplied by a scale.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.weights.is_empty()
     }
 }
 
@@ -216,8 +218,8 @@ fn find_scale(
 /// The number of rows and of columns that share a scale, where nothing says it.
 const USUAL_BLOCK: usize = 128;
 
-/// Returns for each dimension of a weight how many of its indices share a scale; `None` if the shapes
-/// do not fit.
+/// Returns for each dimension of a weight how many of its indices share a scale; `None` if the
+/// shapes do not fit.
 fn find_block(
     shape: &[usize],
     scale_shape: &[usize],
@@ -413,7 +415,7 @@ impl Layer for Dequantized<'_> {
             let mut overflow_count = 0;
             let range = 0..slot.bounds.numel() as u64;
             stream::<FileError>(source, fqn, &slot.bounds, range, &mut |bytes| {
-                // In parts, because numbers take four times as much memory as the source's elements.
+                // In parts, because numbers take four times as much memory as the elements.
                 for part in bytes.chunks(1 << 16) {
                     let mut numbers = Vec::with_capacity(part.len());
                     for_each_number(source_dtype, part, &mut |number| {

@@ -127,7 +127,9 @@ pub fn convert(
     }
     let mut changes = Vec::new();
     let copied_files = CopiedFiles {
-        edited: options.config.apply(&directories, &mut changes)?,
+        edited: options
+            .config
+            .apply(&directories, source.metadata(), &mut changes)?,
         directories,
     };
     let conversion = Conversion {

@@ -17,7 +17,7 @@ pub(crate) type NewKeysOf<'m> = BTreeMap<&'m str, Vec<&'m str>>;
 pub(crate) struct NamesInValues {
     /// The values with the new names, by their old keys.
     pub(crate) values: IndexMap<String, PlainValue>,
-    /// What was renamed, and what could not be.
+    /// The lines that tell what was renamed, and what could not be.
     pub(crate) changes: Vec<Change>,
 }
 
@@ -120,8 +120,8 @@ impl NamesInValues {
         ));
         names.changes.extend(Change::new(
             "parameter",
-            "kept the old name in the optimizer, though the model's key was renamed: rename \
-             the optimizer's keys too",
+            "kept the old name in the optimizer, though the model's key was renamed (give a \
+             `--rename` for the optimizer's keys too)",
             stale.into_iter().collect(),
         ));
         Ok(names)

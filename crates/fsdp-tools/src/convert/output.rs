@@ -89,7 +89,7 @@ pub struct ConvertOptions<'o> {
     /// The plan for tensor-parallel ranks, for [`OutputFormat::SafetensorsDirectory`]. Each rank
     /// then gets files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
-    /// What a `config.json` that is copied says anew.
+    /// The settings that a copied `config.json` gets.
     pub config: ConfigEdits,
 }
 
@@ -128,7 +128,7 @@ pub struct Converted {
     pub notes_left_out: Vec<String>,
     /// The opaque values that were left out, and the type of each.
     pub dropped: Vec<(String, String)>,
-    /// What else differs from the source, as the views of it and the writer tell.
+    /// All else that differs from the source, as the views of it and the writer tell.
     pub changes: Vec<Change>,
 }
 

@@ -34,7 +34,7 @@ pub struct View<'a> {
     names: IndexMap<String, String>,
     /// The values in which names of parameters were renamed, by their new keys.
     values: IndexMap<String, PlainValue>,
-    /// What is known before elements are read.
+    /// The changes that are known before elements are read.
     changes: Vec<Change>,
     overflows: Overflows,
 }

@@ -25,9 +25,9 @@
 //! | `unstack(i)`, `stack(i)` | makes a tensor of each index of the first dimension, which becomes `{i}` in the keys, and back |
 //!
 //! Numbers may be names, whose values are given with the map. The first rule that matches a key is
-//! applied; keys that no rule matches stay as they are, unless a line `strict` says that a rule must
-//! name them. `copy` leaves the old key to the rules after it. Elements are moved and never computed
-//! with, so there and back is bit-exact.
+//! applied; keys that no rule matches stay as they are, unless a line `strict` says that a rule
+//! must name them. `copy` leaves the old key to the rules after it. Elements are moved and never
+//! computed with, so there and back is bit-exact.
 
 mod builtin;
 mod match_keys;

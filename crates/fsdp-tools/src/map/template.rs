@@ -74,8 +74,8 @@ impl Template {
         })
     }
 
-    /// Makes each placeholder stand for any text whose name does so in `other`, so that both fit the
-    /// same keys.
+    /// Makes each placeholder stand for any text whose name does so in `other`, so that both fit
+    /// the same keys.
     pub(super) fn fit_texts_of(&mut self, other: &Template) {
         for part in &mut self.0 {
             let TemplatePart::Placeholder { name, is_any_text } = part else {

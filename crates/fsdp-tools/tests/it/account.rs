@@ -1,5 +1,5 @@
-//! The account of a conversion: for random state dicts and options, what went in is what came out and
-//! what was told.
+//! The account of a conversion: for random state dicts and options, what went in is what came out
+//! and what was told.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -171,8 +171,8 @@ fn rounded(number: f64, dtype: DType) -> f64 {
     }
 }
 
-/// Checks a tensor that came out of a conversion against the one that went in. Returns the number of
-/// elements that became infinite.
+/// Checks a tensor that came out of a conversion against the one that went in. Returns the number
+/// of elements that became infinite.
 fn check_tensor(
     input: (DType, Vec<u8>),
     output: (DType, Vec<u8>),

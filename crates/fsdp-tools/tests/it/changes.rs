@@ -250,7 +250,7 @@ fn dequantized_weights_are_the_products_with_their_scales() {
         numbers[index] as f32
     };
     for dtype in [DType::BF16, DType::F32] {
-        let view = Dequantized::new(&*source, dtype, None).unwrap();
+        let view = Dequantized::new(&*source, dtype, None, &|_| true).unwrap();
         assert_eq!(told(&view.changes(), "multiplied by its scale").len(), 4);
         assert_eq!(told(&view.changes(), "activations"), ["row.input_scale"]);
         for (number, target) in TARGETS.into_iter().enumerate() {
@@ -323,12 +323,15 @@ fn weights_that_cannot_be_dequantized_are_errors_that_name_them() {
             ],
             "a.weight",
         ),
-        (vec![("a.weight", floats(&[2], &[1.0; 2]))], "--dequantize"),
     ] {
         let source = opened(&write(&parent, &dict(state)));
-        let error = Dequantized::new(&*source, DType::BF16, None).unwrap_err();
+        let error = Dequantized::new(&*source, DType::BF16, None, &|_| true).unwrap_err();
         let text = with_causes(&error);
         assert!(text.contains(name), "{text}");
+        // What is left out needs no scale.
+        let without = |fqn: &str| fqn != name;
+        let view = Dequantized::new(&*source, DType::BF16, None, &without).unwrap();
+        assert!(view.is_empty());
     }
 }
 
@@ -518,7 +521,15 @@ fn a_copied_configuration_says_what_the_weights_are() {
         ["quantization_config: removed"]
     );
     // Without edits the file stays as it is, byte for byte; one that cannot be read is told.
-    convert(&*source, &path, target, options(ConfigEdits::default())).unwrap();
+    let report = convert(&*source, &path, target, options(ConfigEdits::default())).unwrap();
+    assert_eq!(told(&report.changes, "differed from the weights"), [""; 0]);
+    let half = cast_to(&*source, DType::F16, false);
+    let half_path = parent.path().join("half");
+    let report = convert(&half, &half_path, target, options(ConfigEdits::default())).unwrap();
+    assert_eq!(
+        told(&report.changes, "differed from the weights"),
+        ["torch_dtype: float32, though most weights are float16"]
+    );
     assert_eq!(
         std::fs::read_to_string(path.join("config.json")).unwrap(),
         config
