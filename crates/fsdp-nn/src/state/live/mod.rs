@@ -528,8 +528,8 @@ impl Target for LiveTarget<'_> {
     }
 
     fn may_be_tied(&self, wanted: &Wanted) -> bool {
-        // The names of parameters are known, and an average has the model's buffers too, whose names
-        // in the model count.
+        // The names of parameters are known, and an average has the model's buffers too, whose
+        // names in the model count.
         let is_value = matches!(self.destinations[wanted.place].part, TargetPart::Value(_));
         is_value && self.lends_live(wanted)
     }
