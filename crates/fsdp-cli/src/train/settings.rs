@@ -1,6 +1,7 @@
 //! The settings of a run. An option on the command line comes first, then the checkpoint's value,
 //! then the default.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use crate::data::VOCAB;
@@ -16,7 +17,8 @@ use fsdp::prelude::*;
 
 use super::arguments::{DECAYS, MAX_LAYERS, MAX_SIZE, TrainArguments, find_decay};
 use super::optimizers::OptimizerName;
-use crate::failure::usage_error;
+use crate::exit_codes;
+use crate::failure::{CommandError, usage_error};
 use crate::job_failure::changed_option_error;
 use crate::output;
 use crate::text::choice_name;
@@ -47,8 +49,9 @@ pub(super) struct Resume {
 
 /// The prefix of a model's keys in a checkpoint that holds more than a model.
 const MODEL_PREFIX: &str = "model.";
-/// A tensor that tells whether a checkpoint has the prefix of models.
-const EMBEDDING_KEY: &str = "transformer.wte.weight";
+/// The names of the embedding, which is tied to the output layer. They tell whether a checkpoint
+/// has the prefix of models.
+const EMBEDDING_NAMES: [&str; 2] = ["transformer.wte.weight", "lm_head.weight"];
 
 impl Resume {
     /// Opens the committed checkpoint of a run.
@@ -78,13 +81,15 @@ impl Resume {
         let metadata = checkpoint.metadata();
         // A file of weights alone has the names of the model; a checkpoint of a run has more, and
         // puts them below `model.`.
-        let model_prefix = if metadata.tensor(EMBEDDING_KEY).is_some() {
-            ""
-        } else {
-            MODEL_PREFIX
-        };
-        let is_by_name = has_keys(metadata, &format!("optim.state.{EMBEDDING_KEY}."))
-            || !has_keys(metadata, "optim.state.");
+        let has_own_names = EMBEDDING_NAMES
+            .iter()
+            .any(|name| metadata.tensor(name).is_some());
+        let model_prefix = if has_own_names { "" } else { MODEL_PREFIX };
+        check_prefix(metadata, model_prefix)?;
+        let is_by_name = !has_keys(metadata, "optim.state.")
+            || EMBEDDING_NAMES
+                .iter()
+                .any(|name| has_keys(metadata, &format!("optim.state.{name}.")));
         if !is_by_name {
             output::print_message(&format!(
                 "`{path}`: the optimizer's state is not by parameters' names, and is left out"
@@ -160,7 +165,9 @@ impl Resume {
     /// do not save their settings. Returns `None` for a size that shapes do not tell.
     fn size_from_tensors(&self, key: &str) -> Option<usize> {
         match key {
-            "hidden" => self.dimension(EMBEDDING_KEY, 1),
+            "hidden" => EMBEDDING_NAMES
+                .iter()
+                .find_map(|name| self.dimension(name, 1)),
             "seq" => self.dimension("transformer.wpe.weight", 0),
             "layers" => {
                 let prefix = format!("{}transformer.h.", self.model_prefix);
@@ -192,6 +199,30 @@ impl Resume {
         })?;
         Ok(Some(converted))
     }
+}
+
+/// Checks that a checkpoint has the model's names below `prefix`, if it has them at all.
+///
+/// # Errors
+/// It has them below another prefix, such as `module.`.
+fn check_prefix(metadata: &Metadata, prefix: &str) -> Result<()> {
+    let names = metadata.tensors().map(|(key, _)| key);
+    let prefixes = names.filter_map(|key| {
+        let mut names = EMBEDDING_NAMES.iter();
+        names.find_map(|name| key.strip_suffix(*name))
+    });
+    let prefixes: BTreeSet<&str> = prefixes.collect();
+    let Some(found) = prefixes.first().filter(|_| !prefixes.contains(prefix)) else {
+        return Ok(());
+    };
+    bail!(CommandError {
+        exit_code: exit_codes::DIFFERENCE,
+        message: format!(
+            "the names of the model begin with `{found}` in the checkpoint, and here with nothing \
+             or `{MODEL_PREFIX}`: write it with other names by `fsdp convert --rename {found}=`"
+        ),
+        hint: None,
+    })
 }
 
 /// Returns `true` if a checkpoint has a key with this prefix.

@@ -45,7 +45,7 @@ pub(super) fn restore(
         bail!(CommandError {
             exit_code: exit_codes::DIFFERENCE,
             message: format!(
-                "checkpoint `{}` is of another model:{}",
+                "checkpoint `{}` is of another model: {}",
                 resume.path,
                 list_text(&differences)
             ),
@@ -71,16 +71,16 @@ pub(super) fn restore(
 }
 
 /// The number of differences that a message lists.
-const MAX_DIFFERENCES: usize = 50;
+const MAX_DIFFERENCES: usize = 8;
 
-/// Returns the lines as a list below a message, of which only the first are shown.
-fn list_text(lines: &[String]) -> String {
-    // A model of another size differs in every tensor, and thousands of lines would hide the
+/// Returns the differences in one line, as messages are, of which only the first are shown.
+fn list_text(differences: &[String]) -> String {
+    // A model of another size differs in every tensor, and thousands of them would hide the
     // message.
-    let shown_lines = lines.iter().take(MAX_DIFFERENCES);
-    let mut text: String = shown_lines.map(|line| format!("\n  {line}")).collect();
-    if lines.len() > MAX_DIFFERENCES {
-        text.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
+    let shown = &differences[..differences.len().min(MAX_DIFFERENCES)];
+    let mut text = shown.join("; ");
+    if differences.len() > shown.len() {
+        text.push_str(&format!("; and {} more", differences.len() - shown.len()));
     }
     text
 }
@@ -103,7 +103,7 @@ fn is_run_key(key: &str) -> bool {
     key.starts_with("optim.") || key.starts_with("train.") || key.starts_with("scaler.")
 }
 
-/// Lists the tensors in which the checkpoint's model and this one differ, a line each.
+/// Lists the tensors in which the checkpoint's model and this one differ, a text each.
 fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
     let entries = &resume.checkpoint.metadata().entries;
     let mut lines = Vec::new();

@@ -5,12 +5,16 @@
     reason = "the tests damage files on purpose"
 )]
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
+use candle_core::Tensor;
+use fsdp::checkpoint::{LoadOptions, load_whole};
 use fsdp::formats::internals::ArchiveLayout;
 use fsdp::formats::metadata::{BytesEntry, Entry, StorageInfo, decode, encode};
 use fsdp_cli::exit_codes;
+use predicates::prelude::PredicateBooleanExt as _;
 use predicates::str::contains;
 use tempfile::TempDir;
 
@@ -205,7 +209,7 @@ fn what_others_keep_beside_a_run_is_left_alone_and_state_that_lacks_is_told() {
         .assert()
         .success();
     let refused = start("lacks", "from-lacks").code(i32::from(exit_codes::DIFFERENCE));
-    refused.stderr(contains("missing key(s) `transformer.ln_f.weight`"));
+    refused.stderr(contains("missing key(s) `state.transformer.ln_f.weight`"));
     assert!(!dir.path().join("from-lacks").exists());
 }
 
@@ -253,4 +257,93 @@ fn objects_of_other_programs_beside_a_run_are_left_alone() {
     .assert()
     .success();
     assert_eq!(losses_by_step(&out).first().map(|(step, _)| *step), Some(2));
+}
+
+/// Writes weights in a safetensors file of flat names, as programs do that know nothing of runs.
+fn write_weights(path: &Path, weights: &[(String, Tensor)]) {
+    let weights: HashMap<String, Tensor> = weights.iter().cloned().collect();
+    candle_core::safetensors::save(&weights, path).unwrap();
+}
+
+#[test]
+fn a_model_is_found_under_either_name_of_its_embedding_and_any_usual_prefix() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    train_small(&at("whole"), &["--nproc", "2", "--steps", "2"]);
+    let saved = at("whole/step-00000002");
+    let loaded = load_whole(saved.as_path(), &["model"], &LoadOptions::default()).unwrap();
+    let model = loaded.dict("model").unwrap();
+    let weights = |prefix: &str, left_out: &str| -> Vec<(String, Tensor)> {
+        let kept = model.iter().filter(|(name, _)| *name != left_out);
+        kept.map(|(name, value)| {
+            let tensor = value.as_tensor().unwrap().clone();
+            (format!("{prefix}{name}"), tensor)
+        })
+        .collect()
+    };
+    let start = |from: &Path, out: &str| {
+        let options = [
+            "--nproc",
+            "2",
+            "--steps",
+            "2",
+            "--heads",
+            "2",
+            "--init-from",
+        ];
+        train(&at(out), &options).arg(from).assert()
+    };
+    let mut all_losses = Vec::new();
+    for (prefix, left_out) in [
+        ("", "transformer.wte.weight"),
+        ("", "lm_head.weight"),
+        ("model.", "transformer.wte.weight"),
+        ("model.", "lm_head.weight"),
+        ("model.", "nothing"),
+    ] {
+        let name = format!("from-{prefix}{left_out}");
+        let file = at(&format!("{name}.safetensors"));
+        write_weights(&file, &weights(prefix, left_out));
+        start(&file, &name).success();
+        all_losses.push(losses_by_step(&at(&name)));
+        // A file of torch with the same flat names.
+        let torch = at(&format!("{name}.pt"));
+        let paths = [&file, &torch].map(|path| path.to_str().unwrap());
+        fsdp(&["convert", paths[0], paths[1], "--to", "torch"])
+            .assert()
+            .success();
+        start(&torch, &format!("{name}-pt")).success();
+        all_losses.push(losses_by_step(&at(&format!("{name}-pt"))));
+    }
+    for losses in &all_losses {
+        assert_eq!(losses, &all_losses[0]);
+    }
+    // Another prefix is told, with the command that removes it.
+    let file = at("module.safetensors");
+    write_weights(&file, &weights("module.", "nothing"));
+    start(&file, "none")
+        .code(i32::from(exit_codes::DIFFERENCE))
+        .stderr(contains("--rename module.="));
+    // Two names with different values are told, and so is what to do.
+    let mut untied = weights("", "nothing");
+    for (name, value) in &mut untied {
+        if name == "lm_head.weight" {
+            *value = (&*value + 1.0).unwrap();
+        }
+    }
+    let file = at("untied.safetensors");
+    write_weights(&file, &untied);
+    start(&file, "none")
+        .code(i32::from(exit_codes::DIFFERENCE))
+        .stderr(contains("`lm_head.weight`").and(contains("`transformer.wte.weight`")))
+        .stderr(contains("fsdp convert --exclude"));
+    // A model of other sizes is told in one line.
+    let mut other = weights("", "nothing");
+    other.retain(|(name, _)| !name.contains(".h.0."));
+    let file = at("other.safetensors");
+    write_weights(&file, &other);
+    start(&file, "none")
+        .code(i32::from(exit_codes::DIFFERENCE))
+        .stderr(contains("is of another model").and(contains("\\n").not()));
+    assert!(!at("none").exists());
 }
