@@ -200,8 +200,8 @@ impl<'a> DictSource<'a> {
     }
 
     /// Checks that names which become one tensor have the same values. Collective if there are such
-    /// names: an agreement and an object all-gather, and for sharded tensors that do not share their
-    /// memory the exchange of both values and another agreement.
+    /// names: an agreement and an object all-gather, and for sharded tensors that do not share
+    /// their memory the exchange of both values and another agreement.
     ///
     /// # Errors
     /// The same on every rank: [`StateError::TiedNamesDiffer`], and the errors of an exchange.
