@@ -28,9 +28,9 @@ type SaveThread = JoinHandle<Option<Finished>>;
 /// Saves checkpoints of one rank, also in the background.
 ///
 /// [`BackgroundSaver::start`] returns when all that training may change has been copied to buffers,
-/// which are allocated once and reused. Writing, hashing and the commit run on a thread, over a separate
-/// process group, so that they never mix with the collectives of training. At most one save is in
-/// flight.
+/// which are allocated once and reused. Writing, hashing and the commit run on a thread, over a
+/// separate process group, so that they never mix with the collectives of training. At most one
+/// save is in flight.
 #[derive(Debug)]
 pub(crate) struct BackgroundSaver {
     group: ProcessGroup,

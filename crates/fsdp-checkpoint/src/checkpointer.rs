@@ -699,8 +699,9 @@ impl Checkpointer {
     }
 
     /// Removes the checkpoints of the run that need not be kept, and returns them. Removes the
-    /// leftovers of crashed saves too; see [`prune`](crate::prune). Saves do this automatically. If the run has gone back to an older step, later checkpoints neither count
-    /// nor are removed. Collective: one broadcast of a result.
+    /// leftovers of crashed saves too; see [`prune`](crate::prune). Saves do this automatically. If
+    /// the run has gone back to an older step, later checkpoints neither count nor are removed.
+    /// Collective: one broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.

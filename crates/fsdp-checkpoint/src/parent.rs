@@ -73,10 +73,10 @@ fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>
     (recorded.root() == digest).then_some((checkpoint, recorded))
 }
 
-/// Finds the newest checkpoint of a run before a step of the memory tier that is on no later branch.
-/// Returns its name, the branch of the step, and the checkpoint as the parent of the next one, which
-/// is `None` if its step or digest was not recorded. Returns `None` if there is no such checkpoint,
-/// or it cannot be read. Collective: one object broadcast.
+/// Finds the newest checkpoint of a run before a step of the memory tier that is on no later
+/// branch. Returns its name, the branch of the step, and the checkpoint as the parent of the next
+/// one, which is `None` if its step or digest was not recorded. Returns `None` if there is no such
+/// checkpoint, or it cannot be read. Collective: one object broadcast.
 ///
 /// # Errors
 /// The errors of that collective.

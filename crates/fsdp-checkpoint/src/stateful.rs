@@ -536,8 +536,8 @@ fn has_average(checkpoint: &dyn Checkpoint) -> bool {
 }
 
 /// Returns the part of the state below a key as it will be after the load, as far as small values
-/// go, so that the part can be asked whether it accepts them before anything is loaded. Small values
-/// come from the checkpoint, others from `values`, which has the key.
+/// go, so that the part can be asked whether it accepts them before anything is loaded. Small
+/// values come from the checkpoint, others from `values`, which has the key.
 fn saved_part(
     source: &CheckpointSource<'_>,
     values: &StateDict,

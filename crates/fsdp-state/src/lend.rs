@@ -219,8 +219,9 @@ impl Memory {
     }
 }
 
-/// Fills tensors that are unfilled so far with a copy of a value of the same boxes. Returns `false` if they do
-/// not have the same boxes, or cannot be copied like this. Some of them may have been copied then.
+/// Fills tensors that are unfilled so far with a copy of a value of the same boxes. Returns `false`
+/// if they do not have the same boxes, or cannot be copied like this. Some of them may have been
+/// copied then.
 fn fill_with_copy(target: &ShardedTensor, source: &ShardedTensor) -> Result<bool, StateError> {
     if target.shards().len() != source.shards().len() {
         return Ok(false);

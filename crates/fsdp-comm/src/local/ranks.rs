@@ -22,8 +22,8 @@ use crate::sync::lock;
 /// # Errors
 /// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The
 /// operations of other ranks that needed them have failed, as they do if a rank returns early.
-/// [`CommError::InvalidArgument`] for no ranks, and [`CommError::Start`] for a thread that cannot be
-/// started.
+/// [`CommError::InvalidArgument`] for no ranks, and [`CommError::Start`] for a thread that cannot
+/// be started.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
     F: Fn(ProcessGroup) -> T + Sync,

@@ -34,8 +34,8 @@ pub fn with_joined_bytes<R, F: FnOnce(&[u8]) -> R>(tensors: &[&Tensor], f: F) ->
 /// tensors, one of them is not contiguous, or they do not share a storage or are not adjacent.
 fn joined_range(tensors: &[&Tensor]) -> Option<Range<usize>> {
     let (first_tensor, other_tensors) = tensors.split_first()?;
-    // The storages are compared here, before the caller locks one: a thread that takes a read lock a
-    // second time would deadlock with a writer that came in between.
+    // The storages are compared here, before the caller locks one: a thread that takes a read lock
+    // a second time would deadlock with a writer that came in between.
     let id = storage_id(first_tensor);
     let mut range = contiguous_bytes(first_tensor, first_tensor.layout()).ok()?;
     for tensor in other_tensors {

@@ -11,7 +11,7 @@ use fsdp_layout::DType;
 use serde_json::{Map, Value};
 
 use super::cast::CASTABLE;
-use super::output::saturating_bytes;
+use crate::elements::saturating_bytes;
 
 /// The settings that a copied `config.json` gets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -44,8 +44,9 @@ use fsdp_layout::TensorBox;
 use self::account::{find_lost_containers, list_changes};
 use self::copied::CopiedFiles;
 use self::integers::IntegerView;
-use self::output::{Conversion, encode_error, saturating_bytes};
+use self::output::{Conversion, encode_error};
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
+use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
 pub(crate) use self::cast::{CASTABLE, Optimizers};

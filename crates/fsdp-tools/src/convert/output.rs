@@ -279,10 +279,3 @@ pub(super) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Res
         None => staging.commit_single(),
     }
 }
-
-/// Returns the number of bytes of a tensor, or the largest number if they are more.
-pub(super) fn saturating_bytes(shape: &[usize], dtype: DType) -> u64 {
-    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
-        bytes.saturating_mul(size as u64)
-    })
-}

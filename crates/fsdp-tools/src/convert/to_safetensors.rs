@@ -18,8 +18,9 @@ use indexmap::IndexMap;
 use super::old_values::OldValues;
 use super::output::{
     CheckpointPayloads, Conversion, InnerTensors, check_digests, commit_file, encode_error,
-    rows_of_rank, saturating_bytes,
+    rows_of_rank,
 };
+use crate::elements::saturating_bytes;
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]

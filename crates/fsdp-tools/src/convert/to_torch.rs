@@ -17,10 +17,10 @@ use indexmap::IndexMap;
 use super::integer_keys::restore_integer_keys;
 use super::numpy::{holds_numpy, without_numpy};
 use super::output::{
-    CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, saturating_bytes,
-    unsupported,
+    CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, unsupported,
 };
 use super::to_safetensors::Sums;
+use crate::elements::saturating_bytes;
 
 /// A storage of the file to be written, which holds one tensor.
 struct PlannedStorage<'a> {
