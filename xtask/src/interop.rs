@@ -51,11 +51,7 @@ pub(crate) fn test(root: &Path) -> Result<()> {
     for (script, input, output) in [
         ("formats.py", &fixtures, work.join("formats")),
         ("experts.py", &fixtures, work.join("experts")),
-        (
-            "torch_checkpointing.py",
-            &fixtures,
-            work.join("torch_checkpointing"),
-        ),
+        ("rank_files.py", &fixtures, work.join("rank_files")),
         ("signing.py", &fixtures, work.join("signing")),
         ("interop.py", &data, work.clone()),
         ("torchrun.py", &data, work.join("torchrun")),

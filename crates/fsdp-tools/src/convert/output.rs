@@ -13,7 +13,7 @@ use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::shard::chunk_range;
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::config::ConfigEdits;
