@@ -75,7 +75,7 @@ impl KeptUnchanged {
     /// unchanged: they are parameters of its model, state of its optimizers, or averages.
     #[must_use]
     pub fn new(keys: impl IntoIterator<Item = impl Into<String>>, guard: Unchanged) -> Self {
-        let paths = keys.into_iter().map(|key| KeyPath::from_key(&key.into()));
+        let paths = keys.into_iter().map(|key| KeyPath::from_key(key));
         KeptUnchanged {
             paths: paths.collect(),
             guards: vec![guard],

@@ -41,7 +41,7 @@ pub(super) fn restore(
     run: &mut TrainState<Gpt>,
 ) -> Result<()> {
     let differences = list_differences(resume, run.model.parameters())?;
-    if !differences.is_empty() {
+    if differences.iter().any(|kind| !kind.is_empty()) {
         bail!(CommandError {
             exit_code: exit_codes::DIFFERENCE,
             message: format!(
@@ -70,19 +70,26 @@ pub(super) fn restore(
     Ok(())
 }
 
-/// The number of differences that a message lists.
+/// The number of differences of each kind that a message lists.
 const MAX_DIFFERENCES: usize = 8;
 
-/// Returns the differences in one line, as messages are, of which only the first are shown.
-fn list_text(differences: &[String]) -> String {
-    // A model of another size differs in every tensor, and thousands of them would hide the
-    // message.
-    let shown = &differences[..differences.len().min(MAX_DIFFERENCES)];
-    let mut text = shown.join("; ");
-    if differences.len() > shown.len() {
-        text.push_str(&format!("; and {} more", differences.len() - shown.len()));
+/// Returns the differences in one line, as messages are, of which only the first of each kind are
+/// shown.
+fn list_text(differences: &[Vec<String>]) -> String {
+    let mut texts = Vec::new();
+    for of_kind in differences {
+        // A model of another size differs in every tensor, and thousands of them would hide the
+        // message.
+        let shown = &of_kind[..of_kind.len().min(MAX_DIFFERENCES)];
+        texts.extend_from_slice(shown);
+        if of_kind.len() > shown.len() {
+            texts.push(format!(
+                "and {} more of that kind",
+                of_kind.len() - shown.len()
+            ));
+        }
     }
-    text
+    texts.join("; ")
 }
 
 /// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what
@@ -103,10 +110,14 @@ fn is_run_key(key: &str) -> bool {
     key.starts_with("optim.") || key.starts_with("train.") || key.starts_with("scaler.")
 }
 
-/// Lists the tensors in which the checkpoint's model and this one differ, a text each.
-fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
+/// Lists the tensors in which the checkpoint's model and this one differ, a text each: those that
+/// are otherwise in the checkpoint, those that only this model has, and those that only the
+/// checkpoint has.
+fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<[Vec<String>; 3]> {
     let entries = &resume.checkpoint.metadata().entries;
-    let mut lines = Vec::new();
+    let mut changed = Vec::new();
+    let mut missing = Vec::new();
+    let mut unknown = Vec::new();
     let names: Vec<&str> = parameters
         .fqns()
         .chain(parameters.aliases().keys().map(String::as_str))
@@ -116,18 +127,20 @@ fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<V
         match resume.entry(name) {
             Some(Entry::Tensor(tensor)) if tensor.shape == shape => {}
             Some(Entry::Tensor(tensor)) => {
-                lines.push(format!(
+                changed.push(format!(
                     "`{name}`: checkpoint {:?}, this model {shape:?}",
                     tensor.shape
                 ));
             }
-            Some(Entry::Bytes(_)) => lines.push(format!("`{name}`: no tensor in the checkpoint")),
+            Some(Entry::Bytes(_)) => {
+                changed.push(format!("`{name}`: no tensor in the checkpoint"));
+            }
             // A tied parameter may be there under another of its names.
             None if parameters.aliases().iter().any(|(alias, tied)| {
                 (tied == name && resume.entry(alias).is_some())
                     || (alias == name && resume.entry(tied).is_some())
             }) => {}
-            None => lines.push(format!(
+            None => missing.push(format!(
                 "`{name}`: not in the checkpoint, this model {shape:?}"
             )),
         }
@@ -137,12 +150,15 @@ fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<V
             && !names.contains(&name)
             && !(resume.model_prefix.is_empty() && is_run_key(name))
         {
-            lines.push(format!(
+            unknown.push(format!(
                 "`{name}`: checkpoint {:?}, not in this model",
                 tensor.shape
             ));
         }
     }
-    lines.sort_by(natural::compare);
-    Ok(lines)
+    let mut differences = [changed, missing, unknown];
+    for of_kind in &mut differences {
+        of_kind.sort_by(natural::compare);
+    }
+    Ok(differences)
 }

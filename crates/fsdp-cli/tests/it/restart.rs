@@ -1,6 +1,10 @@
 //! `fsdp launch --restarts` and elastic jobs: what goes on after a rank has failed, and from where.
 
 #![cfg(unix)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the test renames a checkpoint as a person does"
+)]
 
 use std::fs;
 use std::process::Stdio;

@@ -408,7 +408,7 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
         exit_codes::DIFFERENCE,
         &[
             "is of another model",
-            "`transformer.wte.weight`: checkpoint [256, 16], this model [256, 32]",
+            "`lm_head.weight`: checkpoint [256, 16], this model [256, 32]",
             "`transformer.h.1.ln_1.weight`: not in the checkpoint, this model [32]",
         ],
     );

@@ -547,11 +547,15 @@ fn pieces_of_rank<'a>(
 ) -> Vec<Piece<'a>> {
     let mut pieces = Vec::new();
     for piece in whole_tensors {
-        let is_cut = !piece.bounds.sizes.is_empty()
+        // A row of packed numbers must not be cut inside of one byte.
+        let row_rank = if piece.dtype.packing().is_some() {
+            2
+        } else {
+            1
+        };
+        let is_cut = piece.bounds.rank() >= row_rank
             && !piece.bounds.is_empty()
-            && !inner_tensors.contains_key(piece.fqn)
-            // Packed numbers must not be cut inside of one.
-            && !(piece.dtype.packing().is_some() && piece.bounds.rank() == 1);
+            && !inner_tensors.contains_key(piece.fqn);
         if !is_cut {
             if rank == 0 {
                 pieces.push(piece.clone());

@@ -234,9 +234,8 @@ fn names_of_a_tied_parameter_with_other_values_are_an_error_that_names_both() {
                 } else {
                     saved.insert(names[1], second.clone());
                 }
-                let outcome = parameters.state_dict_type(settings.clone(), || {
-                    load_state_dict(&saved, parameters, true)
-                });
+                let outcome = parameters
+                    .state_dict_type(settings, || load_state_dict(&saved, parameters, true));
                 let after = state_dict(parameters).unwrap();
                 if outcome.is_err() {
                     assert_same(&after, &before, &what);
