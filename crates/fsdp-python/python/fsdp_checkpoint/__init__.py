@@ -245,6 +245,7 @@ def reshard(
     destination: Place,
     world_size: int,
     *,
+    drop_opaque: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
@@ -252,9 +253,17 @@ def reshard(
     """Write a checkpoint as a DCP directory for another number of ranks, in bounded memory.
 
     The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind. With ``dry_run``, nothing is written.
+    ``drop_opaque`` leaves out opaque values (objects that only running code could build) if they cannot be copied.
     """
     return _report(
-        "reshard", source, destination, world_size=world_size, overwrite=overwrite, dry_run=dry_run, threads=threads
+        "reshard",
+        source,
+        destination,
+        world_size=world_size,
+        drop_opaque=drop_opaque,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        threads=threads,
     )
 
 
@@ -355,6 +364,7 @@ def merge(
     max_shard_size: str | int | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
     with_: Place | None = None,
     drop_opaque: bool = False,
     overwrite: bool = False,
@@ -380,6 +390,7 @@ def merge(
         max_shard_size: The largest size of a file, for ``hf``: a text such as ``"2GiB"``, or a number of bytes.
         include: A glob, or several. Only keys that match one of them are written.
         exclude: A glob, or several. Keys that match one of them are not written.
+        rename: Prefixes of keys and their replacements. Only the first prefix that matches a key is replaced.
         with_: A directory whose configuration and tokenizer are copied along, for ``hf``.
         drop_opaque: Leave out opaque values (objects that only running code could build) if the format cannot hold them.
         overwrite: Replace the checkpoint at the destination once everything is written.
@@ -403,6 +414,7 @@ def merge(
         max_shard_size=max_shard_size,
         include=include,
         exclude=exclude,
+        rename=rename,
         with_=with_,
         drop_opaque=drop_opaque,
         overwrite=overwrite,

@@ -199,7 +199,9 @@ def _typed_maker(framework: str) -> Callable[[str, Any], Any]:
 
 
 def _typed(of: str, described: Any) -> Any:
-    """Make an object of a builtin type or a path. Those of torch's types stay the text or tuple that describes them."""
+    """Make an object of a builtin type, a path, or one of NumPy's. Those of torch's types stay the text or tuple that describes them."""
+    if of.startswith("numpy."):
+        return _numpy_object(of, described)
     if of == "frozenset":
         return frozenset(described)
     if of == "bytearray":
@@ -213,6 +215,16 @@ def _typed(of: str, described: Any) -> Any:
         except NotImplementedError:
             return getattr(pathlib, f"Pure{name}")(described)
     return described
+
+
+def _numpy_object(of: str, described: Any) -> Any:
+    """Make an array, a scalar or a dtype of NumPy. The first two are described by an array or a tensor, with its dtype."""
+    import numpy as np
+
+    if of == "numpy.dtype":
+        return np.dtype(described)
+    array = described if isinstance(described, np.ndarray) else described.numpy()
+    return array[()] if of == "numpy.generic" else array
 
 
 def _typed_for_torch(of: str, described: Any) -> Any:
