@@ -215,3 +215,18 @@ def test_metadata_that_asks_for_all_memory_is_an_error_and_gets_none(tmp_path, m
     monkeypatch.setattr(np, "empty", refuse)
     with pytest.raises(fc.CheckpointError, match="__0_0.distcp"):
         fc.load(tmp_path / "c", keys)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_values_of_numpy_are_numpys_whatever_the_framework(framework, tmp_path):
+    path = tmp_path / "rng.pt"
+    state = np.random.RandomState(3).get_state()
+    big_endian = np.arange(3, dtype=">i4")
+    torch.save({"rng": state, "loss": np.float32(1.5), "dtype": np.dtype("<f4"), "big": big_endian}, path)
+    loaded = fc.load(path, framework=framework)
+    restored = np.random.RandomState()
+    restored.set_state(loaded["rng"])
+    assert restored.random() == np.random.RandomState(3).random()
+    assert type(loaded["loss"]) is np.float32 and loaded["loss"] == 1.5
+    assert loaded["dtype"] == np.dtype("<f4")
+    assert np.array_equal(loaded["big"], big_endian)
