@@ -120,7 +120,8 @@ pub(super) fn open(environment: &Environment, timeout: Duration) -> Result<TcpSt
     }
 }
 
-/// Finds all other ranks through the store, and connects to them.
+/// Finds all other ranks through the store, connects to its neighbours, which are all ranks in a
+/// small job, and starts the threads of this rank.
 pub(super) fn meet(
     participant: &Participant,
     store: TcpStore,

@@ -107,8 +107,8 @@ struct RecordedRequest<'c> {
 
 impl RecordedRequest<'_> {
     /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box,
-    /// so that what is read can be compared with the digest. Returns `None` otherwise, and if no
-    /// digest was recorded.
+    /// so that what is read can be compared with the digest. Returns `None` otherwise, for an empty
+    /// tensor, of which nothing is read, and if no digest was recorded.
     fn whole_tensor(&self) -> Option<(&TensorEntry, Digest)> {
         let tensor = self.tensor?;
         match &self.request.boxes[..] {

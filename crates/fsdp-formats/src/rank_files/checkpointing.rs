@@ -87,8 +87,12 @@ fn find_items(
     Ok(items)
 }
 
-/// Adds the items of files that no list has. Their names tell the item and the rank; a file without
-/// a rank is an item by itself, of all ranks.
+/// Adds the items of files that `metadata.pkl` does not list. Their names tell the item and the
+/// rank; a file without a rank is an item by itself, of all ranks.
+///
+/// # Errors
+/// Files of another save than the others; an item that lacks a rank's file, unless rank 0 alone has
+/// saved it.
 fn add_other_items<'p>(
     directory: &CheckedDirectory,
     paths: impl Iterator<Item = &'p String>,
@@ -129,6 +133,7 @@ fn add_other_items<'p>(
         }
     }
     for (name, files) in others {
+        // An item that rank 0 alone has saved is complete.
         let ranks = files.keys().copied();
         if !is_of_first_rank(ranks, world_size) {
             check_complete(directory, &files, world_size)?;

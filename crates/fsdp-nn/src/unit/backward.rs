@@ -248,7 +248,9 @@ impl FlatParamHandle {
         }
     }
 
-    /// Adds gradients that have been reduced, if there are some, to those of earlier backwards.
+    /// Takes back the outcome of a reduction, if there is one. The gradient that is not yet reduced
+    /// over replicas replaces the old one, which it includes. The reduced one is added to that of
+    /// earlier backwards.
     fn add_reduced(&self, gradients: &mut Gradients, reduction: Option<Reduction>) -> Result<()> {
         let Some(reduction) = reduction else {
             return Ok(());

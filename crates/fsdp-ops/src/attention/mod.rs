@@ -65,9 +65,10 @@ pub fn scaled_dot_product_attention(
 ///
 /// `qkv` is `[batch, time, 3 * heads * width]`: first all heads of the queries, then those of the
 /// keys, then those of the values. The result is `[batch, time, heads * width]`, ready for the
-/// projection after it: nothing is transposed, neither here nor in the backward.
+/// projection after it. On CPUs no tensor is copied to transpose it; other devices use candle's
+/// operations.
 ///
-/// `scale` is 1 / sqrt(width).
+/// Scores are scaled by 1 / sqrt(width). With `causal`, a position sees itself and those before it.
 ///
 /// # Errors
 /// A last dimension that is not three times a multiple of `heads`; a dtype that is not a float.

@@ -248,7 +248,8 @@ fn keys_below<'m>(
         .map(|(fqn, new)| (*fqn, new))
 }
 
-/// Returns what stands before and behind `param_groups` in a key; `None` for a key without it.
+/// Splits `optim.param_groups.0.lr` into `optim.`, with its dot, and `0.lr`. Returns `None` for a
+/// key without `param_groups`.
 fn split_at_groups(fqn: &str) -> Option<(&str, &str)> {
     let mut start = 0;
     for part in fqn.split('.') {

@@ -20,8 +20,8 @@ pub(super) struct OldValues {
 }
 
 impl OldValues {
-    /// Returns the names of the values files beside a file, which need not exist. Nothing is read
-    /// yet.
+    /// Finds where the values file of `target` would be, and the other file that could refer to it.
+    /// None of them need exist, and nothing is read yet.
     pub(super) fn new(target: &Location) -> Result<Self, FileError> {
         let (folder, name) = target.split()?;
         Ok(OldValues {

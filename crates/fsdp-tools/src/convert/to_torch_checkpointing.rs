@@ -236,7 +236,7 @@ fn encode_metadata(
         let mut tensors = Vec::new();
         if item.by_rank.is_empty() {
             let mut path = Vec::new();
-            describe_tensors(source, item.structure, &mut path, &mut |path, tensor| {
+            visit_tensors(source, item.structure, &mut path, &mut |path, tensor| {
                 let path = serde_json::Value::Array(path.to_vec()).to_string();
                 tensors.push((path.into(), describe_tensor(tensor, ranks)));
             });
@@ -264,58 +264,58 @@ fn encode_metadata(
     Ok(bytes)
 }
 
-/// Calls `found` with each tensor in a structure, and the path of keys and positions to it.
-fn describe_tensors(
+/// Calls `visit` with each tensor in a structure, and the path of keys and positions to it.
+fn visit_tensors(
     source: &dyn Checkpoint,
     structure: &Structure,
     path: &mut Vec<serde_json::Value>,
-    found: &mut dyn FnMut(&[serde_json::Value], &TensorEntry),
+    visit: &mut dyn FnMut(&[serde_json::Value], &TensorEntry),
 ) {
     match structure {
         Structure::Leaf(fqn) => {
             if let Some(tensor) = source.metadata().tensor(fqn) {
-                found(path, tensor);
+                visit(path, tensor);
             }
         }
-        Structure::Module(..) => describe_module(source, structure, "", path, found),
+        Structure::Module(..) => visit_module(source, structure, "", path, visit),
         Structure::Dict(entries) => {
             for (key, entry) in entries {
                 path.push(match key {
                     PlainValue::Int(number) => (*number).into(),
                     key => key.key_text().unwrap_or_default().into(),
                 });
-                describe_tensors(source, entry, path, found);
+                visit_tensors(source, entry, path, visit);
                 path.pop();
             }
         }
         Structure::List(entries) | Structure::Tuple(entries) => {
             for (index, entry) in entries.iter().enumerate() {
                 path.push(index.into());
-                describe_tensors(source, entry, path, found);
+                visit_tensors(source, entry, path, visit);
                 path.pop();
             }
         }
     }
 }
 
-/// Calls `found` with each tensor in a module: each is at one key of its state dict, which is the
+/// Calls `visit` with each tensor in a module: each is at one key of its state dict, which is the
 /// path below the module.
-fn describe_module(
+fn visit_module(
     source: &dyn Checkpoint,
     structure: &Structure,
     prefix: &str,
     path: &mut Vec<serde_json::Value>,
-    found: &mut dyn FnMut(&[serde_json::Value], &TensorEntry),
+    visit: &mut dyn FnMut(&[serde_json::Value], &TensorEntry),
 ) {
     let Structure::Module(_, entries) = structure else {
         path.push(prefix.strip_suffix('.').unwrap_or(prefix).into());
-        describe_tensors(source, structure, path, found);
+        visit_tensors(source, structure, path, visit);
         path.pop();
         return;
     };
     for (key, entry) in entries {
         let name = format!("{prefix}{}.", key.key_text().unwrap_or_default());
-        describe_module(source, entry, &name, path, found);
+        visit_module(source, entry, &name, path, visit);
     }
 }
 

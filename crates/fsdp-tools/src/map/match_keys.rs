@@ -297,7 +297,8 @@ impl Matcher<'_> {
         Ok(())
     }
 
-    /// Refuses a new key that another rule has given.
+    /// Refuses a key that the new checkpoint has already: from another rule, from the same rule for
+    /// another key, or kept.
     fn check_free(&self, fqn: &str) -> Result<(), MapError> {
         if self.new_keys.tensors.contains_key(fqn) || self.new_keys.renamed.contains_key(fqn) {
             return Err(MapError::Twice {

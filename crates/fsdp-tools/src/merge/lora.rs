@@ -71,7 +71,7 @@ const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 /// The settings of kinds of adapters that are not supported: their update is computed in another
 /// way, or applies to some tokens or layers only.
-const OTHER_KINDS: [&str; 7] = [
+const UNSUPPORTED_SETTINGS: [&str; 7] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -110,20 +110,20 @@ impl LoraConfig {
                 "an adapter with magnitudes (DoRA)",
             ));
         }
-        if let Some(kind) = config.init_lora_weights.as_str()
-            && !BASE_UNCHANGED.contains(&kind)
+        if let Some(method) = config.init_lora_weights.as_str()
+            && !BASE_UNCHANGED.contains(&method)
         {
             return Err(FormatError::unsupported(format!(
-                "an adapter that began as a part of its base (`init_lora_weights`: `{kind}`): PEFT turns it into a plain one \
+                "an adapter that began as a part of its base (`init_lora_weights`: `{method}`): PEFT turns it into a plain one \
                  when it is saved with `path_initial_model_for_weight_conversion`;"
             )));
         }
-        for kind in OTHER_KINDS {
-            if let Some(value) = config.others.get(kind)
+        for setting in UNSUPPORTED_SETTINGS {
+            if let Some(value) = config.others.get(setting)
                 && !matches!(value, Value::Null | Value::Bool(false))
             {
                 return Err(FormatError::unsupported(format!(
-                    "an adapter with `{kind}`"
+                    "an adapter with `{setting}`"
                 )));
             }
         }
@@ -387,8 +387,8 @@ impl<'a> Preparation<'a, '_> {
         Err(unsupported(fqn, what))
     }
 
-    /// Refuses a change of a weight that several layers share, if the adapter changes only one of
-    /// them.
+    /// Refuses a change of a weight that several layers share, unless `ensure_weight_tying` says
+    /// that the adapter changes them all alike.
     fn refuse_shared(&self, fqn: &str, key: &str) -> Result<(), FileError> {
         if self.config.ensure_weight_tying || !self.model.is_shared(self.base, key) {
             return Ok(());

@@ -129,8 +129,9 @@ impl CheckpointReader {
         })
     }
 
-    /// Returns a value in the form in which its digest was recorded. Version 0.1 did not read
-    /// values of NumPy, and recorded the digests of their descriptions.
+    /// Returns a value in the form in which its digest was recorded. A program that does not read
+    /// values of NumPy records the digests of their descriptions. Returns the value itself if
+    /// neither form has the recorded digest; a comparison finds the difference then.
     fn recorded_form(
         &self,
         fqn: &str,

@@ -68,7 +68,7 @@ pub(super) struct Upload {
 #[derive(Debug, Default)]
 struct Parts {
     begun: BTreeMap<u64, BegunPart>,
-    sent: BTreeMap<u64, JoinHandle<Result<PartId, Error>>>,
+    in_flight: BTreeMap<u64, JoinHandle<Result<PartId, Error>>>,
 }
 
 /// A part that still has holes.
@@ -128,7 +128,7 @@ impl Upload {
         };
         // After a failure the rest need not be sent, and the error is returned early.
         if self.has_failed.load(Ordering::Relaxed) {
-            return self.wait_for_sent().map(|_| ());
+            return self.wait_for_parts().map(|_| ());
         }
         let has_failed = self.has_failed.clone();
         let permits = self.permits.clone();
@@ -147,7 +147,7 @@ impl Upload {
             sent
         })
         .during(UPLOAD_PART, &self.name)?;
-        self.parts().sent.insert(index, sending);
+        self.parts().in_flight.insert(index, sending);
         Ok(())
     }
 
@@ -161,27 +161,27 @@ impl Upload {
         for index in 0..self.length.div_ceil(self.part_bytes) {
             if let Some(part) = begun.remove(&index) {
                 self.send(index, part.bytes)?;
-            } else if !self.parts().sent.contains_key(&index) {
+            } else if !self.parts().in_flight.contains_key(&index) {
                 self.send(index, vec![0; self.part_length(index) as usize])?;
             }
         }
-        self.wait_for_sent()
+        self.wait_for_parts()
     }
 
     /// Waits for all parts that are under way, and returns those that were sent, or the first
     /// error.
-    fn wait_for_sent(&self) -> Result<Vec<PartId>, FileError> {
-        let sent = std::mem::take(&mut self.parts().sent);
-        let mut parts = Vec::with_capacity(sent.len());
+    fn wait_for_parts(&self) -> Result<Vec<PartId>, FileError> {
+        let in_flight = std::mem::take(&mut self.parts().in_flight);
+        let mut parts = Vec::with_capacity(in_flight.len());
         let mut outcome = Ok(());
-        for sending in sent.into_values() {
+        for sending in in_flight.into_values() {
             // After an error too, so that no part is under way when the upload is aborted.
-            let sent = wait(async {
+            let part_outcome = wait(async {
                 sending
                     .await
                     .unwrap_or_else(|error| Err(Error::JoinError { source: error }))
             });
-            outcome = outcome.and(sent.map(|part| parts.push(part)));
+            outcome = outcome.and(part_outcome.map(|part| parts.push(part)));
         }
         outcome.during(UPLOAD_PART, &self.name)?;
         Ok(parts)
@@ -279,10 +279,10 @@ impl fmt::Debug for Upload {
 impl Drop for Upload {
     fn drop(&mut self) {
         let Some(id) = self.id.take() else { return };
-        let sent = std::mem::take(&mut self.parts().sent);
+        let in_flight = std::mem::take(&mut self.parts().in_flight);
         // Best effort: stores can be told to forget uploads that were never completed.
         let _ = wait(async {
-            for (_, sending) in sent {
+            for (_, sending) in in_flight {
                 sending.abort();
                 let _ = sending.await;
             }
