@@ -348,8 +348,15 @@ impl Stage for LocalStage {
     }
 
     fn may_be_replaced_by(&self, wanted: EntryKind) -> Result<bool, FileError> {
-        let is_directory = self.durable.files().is_directory(&self.target);
-        Ok(!self.exists(&self.target) || is_directory == (wanted == EntryKind::Directory))
+        let files = self.durable.files();
+        // Another save may put a checkpoint there or take it away between two looks, so what is
+        // found is judged by one of them. The second one finds a link that leads nowhere.
+        let found = files
+            .status(&self.target, Links::Follow)
+            .or_else(|_| files.status(&self.target, Links::Refuse));
+        Ok(found.map_or(true, |status| {
+            (status.kind == EntryKind::Directory) == (wanted == EntryKind::Directory)
+        }))
     }
 
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
