@@ -168,9 +168,11 @@ impl LocalStage {
         if durable.exchange(&self.directory, &self.target)? {
             if let Err(error) = durable.sync_directory(parent) {
                 // The exchange may not be durable, so the save has failed: the old checkpoint goes
-                // back. Where that fails too, either may be at the target, and nothing may be
-                // removed.
-                if !matches!(durable.exchange(&self.directory, &self.target), Ok(true)) {
+                // back. Unless that is durable, either may be at the target, now or after a loss of
+                // power, and nothing may be removed.
+                let is_back = matches!(durable.exchange(&self.directory, &self.target), Ok(true))
+                    && durable.sync_directory(parent).is_ok();
+                if !is_back {
                     self.lock = None;
                 }
                 return Err(error);
