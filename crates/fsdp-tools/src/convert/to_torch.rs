@@ -234,7 +234,8 @@ pub(super) fn write(
         rank: 0,
         ranks: 1,
     };
-    archive.write(&conversion, None, &mut Sums::new())?;
+    // The format has no place for digests.
+    archive.write(&conversion, None, None)?;
     commit_file(conversion.staging, None)?;
     Ok(None)
 }
@@ -253,12 +254,12 @@ pub(super) struct Archive<'a> {
 
 impl Archive<'_> {
     /// Writes the file of this name, or the only file of a conversion if `name` is `None`. Adds to
-    /// the sums over the tensors, and returns the file's hashes.
+    /// the sums over the tensors, if there are any, and returns the file's hashes.
     pub(super) fn write(
         &self,
         conversion: &Conversion<'_>,
         name: Option<&str>,
-        sums: &mut Sums,
+        mut sums: Option<&mut Sums>,
     ) -> Result<FileIntegrity, FileError> {
         let Conversion {
             source,
@@ -288,7 +289,10 @@ impl Archive<'_> {
             if let Some(tensor) = storage.inner_tensor {
                 inner_tensors.insert(storage.name.clone(), tensor);
             }
-            places.push(self.find_place(*source, storage)?);
+            places.push(match sums {
+                Some(_) => self.find_place(*source, storage)?,
+                None => None,
+            });
         }
         let layout = ArchiveLayout::new(self.root, pickle.bytes, &lengths);
         let source_payloads = CheckpointPayloads {
@@ -337,7 +341,9 @@ impl Archive<'_> {
                 integrity.push_bytes(&layout.storage_header(index, written.crc));
             }
             integrity.push(payload.length, payload.block_length(), written.hashes);
-            if payload.place.is_some() {
+            if let Some(sums) = &mut sums
+                && payload.place.is_some()
+            {
                 sums.entry(payload.fqn.to_owned())
                     .or_default()
                     .add(written.sum);

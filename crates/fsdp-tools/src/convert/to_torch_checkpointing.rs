@@ -64,7 +64,7 @@ pub(super) fn write(
                 ranks: if item.by_rank.is_empty() { ranks } else { 1 },
             };
             let name = format!("{}_{rank}.pt", item.name);
-            let hashes = archive.write(&conversion, Some(&name), &mut sums)?;
+            let hashes = archive.write(&conversion, Some(&name), Some(&mut sums))?;
             integrity.files.insert(name, hashes);
         }
     }
