@@ -7,6 +7,7 @@ pub(crate) mod build;
 pub(crate) mod change;
 pub(crate) mod checkpoint;
 pub(crate) mod extra;
+pub(crate) mod flat_json;
 pub(crate) mod index;
 pub(crate) mod joined;
 pub(crate) mod key_move;

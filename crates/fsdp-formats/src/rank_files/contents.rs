@@ -10,6 +10,7 @@ use super::placements::{Placements, place_tensors};
 use crate::budget::Budget;
 use crate::error::FileError;
 use crate::formats::assembled::Held;
+use crate::formats::flat_json::FlatJson;
 use crate::formats::python_json;
 use crate::formats::structure::Structure;
 use crate::limits::PICKLE_FACTOR;
@@ -90,71 +91,42 @@ fn read_json(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileE
         let held = Held::whole_file(format!("JSON text of {length} bytes"), name, length);
         return Ok(one_value(directory, name, held));
     }
-    let bytes = directory.read_checked(name, MAX_VALUE_BYTES)?;
+    let text = directory.read_checked(name, MAX_VALUE_BYTES)?;
+    let value = parse_json(directory, name, &text)?;
     let mut budget = Budget::new(length, PICKLE_FACTOR);
-    let value = python_json::parse(&bytes, &mut budget)
-        .map_err(|source| directory.file_error(name, source))?;
-    let mut found = Leaves::new();
-    let mut key_budget = Budget::new(length, PICKLE_FACTOR);
-    let structure = flatten(&value, &KeyPath::default(), &mut found, &mut key_budget);
-    Ok(match structure {
-        Some(structure) => {
-            FlatFile::of_other_format(directory, name, (found, structure), HashMap::new())
-        }
-        None => one_value(directory, name, Held::Plain(value)),
+    let flat = FlatJson::new(value, &mut budget).ok();
+    Ok(match flat.and_then(into_leaves) {
+        Some(content) => FlatFile::of_other_format(directory, name, content, HashMap::new()),
+        // Its values were moved, so the text is read again.
+        None => one_value(
+            directory,
+            name,
+            Held::Plain(parse_json(directory, name, &text)?),
+        ),
     })
 }
 
-/// Adds what lies at and below a value of JSON, whose place is `path`, and returns its containers;
-/// `None` if two values would have one flat key, or if the keys take too much memory.
-fn flatten(
-    value: &PlainValue,
-    path: &KeyPath,
-    found: &mut Leaves,
-    budget: &mut Budget,
-) -> Option<Structure> {
-    // All of the path is copied for whatever lies there.
-    let path_bytes: usize = path
-        .0
-        .iter()
-        .map(|part| part.to_string().len() + size_of::<PathPart>())
-        .sum();
-    let charged = budget.charge("memory for keys", 4 * path_bytes as u64);
-    charged.ok()?;
-    match value {
-        PlainValue::Dict(items) => {
-            let mut dict = Vec::with_capacity(items.len());
-            for (key, value) in items {
-                let text = key.as_str().expect("the keys of JSON are texts");
-                let child_path = path.child(PathPart::Key(text.to_owned()));
-                dict.push((key.clone(), flatten(value, &child_path, found, budget)?));
-            }
-            Some(Structure::Dict(dict))
-        }
-        PlainValue::List(items) if items.iter().any(holds_objects) => {
-            let mut list = Vec::with_capacity(items.len());
-            for (index, item) in items.iter().enumerate() {
-                let child_path = path.child(PathPart::Index(index));
-                list.push(flatten(item, &child_path, found, budget)?);
-            }
-            Some(Structure::List(list))
-        }
-        value => {
-            let fqn = path.flat_key();
-            let leaf = Leaf::Value(Held::Plain(value.clone()));
-            let duplicate = found.insert(fqn.clone(), (path.clone(), leaf));
-            duplicate.is_none().then_some(Structure::Leaf(fqn))
-        }
-    }
+/// Reads the text of a file of JSON.
+fn parse_json(
+    directory: &CheckedDirectory,
+    name: &str,
+    text: &[u8],
+) -> Result<PlainValue, FileError> {
+    let mut budget = Budget::new(text.len() as u64, PICKLE_FACTOR);
+    python_json::parse(text, &mut budget).map_err(|source| directory.file_error(name, source))
 }
 
-/// Returns `true` for a dict, and for a list with one in it.
-fn holds_objects(value: &PlainValue) -> bool {
-    match value {
-        PlainValue::Dict(_) => true,
-        PlainValue::List(items) => items.iter().any(holds_objects),
-        _ => false,
+/// Returns the values of JSON by their flat keys, and the containers around them; `None` if two
+/// values would have one flat key.
+fn into_leaves(flat: FlatJson) -> Option<(Leaves, Structure)> {
+    let mut found = Leaves::new();
+    for (path, value) in flat.values {
+        let leaf = Leaf::Value(Held::Plain(value));
+        if found.insert(path.flat_key(), (path, leaf)).is_some() {
+            return None;
+        }
     }
+    Some((found, flat.structure))
 }
 
 /// Reads a file of raw bytes, which are one value. Very many are an opaque one.
