@@ -90,7 +90,7 @@ pub(crate) fn prune_up_to(
     let _span = info_span!("prune", path = %dir).entered();
     let (mut listed, uncommitted) = list_branches(dir)?;
     listed.retain(|found| step.is_none_or(|step| found.checkpoint.step <= step));
-    // What another program has saved is not this run's to remove.
+    // Only names that this program gives are removed: other programs may have saved the rest.
     listed.retain(|found| {
         let name = found.checkpoint.path.name().file_name();
         name.and_then(|name| step_of(name.to_str()?)).is_some()

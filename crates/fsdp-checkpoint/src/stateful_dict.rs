@@ -1,8 +1,11 @@
 //! [`StatefulDict`]: several states in one checkpoint, each below a key of its own.
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use fsdp_comm::ProcessGroup;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_layout::Failure as _;
+use fsdp_layout::{ErrorKind, Failure as _, with_causes};
 use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict, StateError, is_part_of};
 
 use crate::error::CheckpointError;
@@ -65,7 +68,7 @@ use crate::stateful::{KeptUnchanged, Stateful};
 #[derive(Default)]
 pub struct StatefulDict<'a> {
     /// The states by their keys, sorted.
-    states: std::collections::BTreeMap<String, &'a mut dyn Stateful>,
+    states: BTreeMap<String, &'a mut dyn Stateful>,
 }
 
 impl<'a> StatefulDict<'a> {
@@ -116,8 +119,8 @@ impl<'a> StatefulDict<'a> {
     }
 }
 
-impl std::fmt::Debug for StatefulDict<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for StatefulDict<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.states.keys()).finish()
     }
 }
@@ -206,10 +209,10 @@ fn in_part(error: CheckpointError, key: &str, has_loaded: bool) -> CheckpointErr
             if has_loaded
                 && error
                     .comm()
-                    .is_none_or(|comm| comm.kind() != fsdp_layout::ErrorKind::RankLost) =>
+                    .is_none_or(|comm| comm.kind() != ErrorKind::RankLost) =>
         {
             let kind = error.kind();
-            let reason = format!("`{key}`: {}", fsdp_layout::with_causes(&error));
+            let reason = format!("`{key}`: {}", with_causes(&error));
             StateError::PartlyLoaded { reason, kind }.into()
         }
         error => error,

@@ -124,7 +124,7 @@ impl<'a> Keys<'a> {
         if let Some((old, new)) = rule {
             let suffix = &key[old.len()..];
             let is_joined = old.ends_with('.') && makes_one_word(new, suffix);
-            // What the source calls its keys is its own affair.
+            // A key that has an empty part in the source may keep it.
             let is_empty_part = has_empty_part(&format!("{new}{suffix}")) && !has_empty_part(key);
             if is_joined || is_empty_part {
                 bail!(usage_error(

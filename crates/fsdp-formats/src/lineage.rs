@@ -210,7 +210,7 @@ fn add_notes(links: &mut [Link]) {
     let mut first_children: BTreeMap<Digest, String> = BTreeMap::new();
     for index in 0..links.len() {
         let Some(lineage) = links[index].lineage.clone() else {
-            // Of one that cannot be opened that has been said.
+            // A checkpoint that cannot be opened has its note already.
             if links[index].notes.is_empty() {
                 links[index].notes.push(Note::NoLineage);
             }

@@ -143,7 +143,7 @@ fn names_in_errors_and_options_are_those_of_the_whole_checkpoint() {
             error.contains("missing") && error.contains("`teacher`"),
             "{error}"
         );
-        // What does not fit in one part is named below its key.
+        // The error names a value of one state by the key of the state and its own name.
         others[1].values.insert("epoch", 0i64);
         let error = load(&mut both(&mut others), None, true)
             .unwrap_err()

@@ -65,7 +65,7 @@ impl<'a> WriteReport<'a> {
         // The sizes come from a file that may be damaged, so no sum may overflow.
         let metadata = source.metadata();
         let mut conversion = Converted {
-            // What is found while elements are read is not among them yet.
+            // Elements that become infinite are counted later, while they are read.
             changes: source.changes(),
             ..Converted::default()
         };

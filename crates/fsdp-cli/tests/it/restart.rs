@@ -415,7 +415,7 @@ fn a_checkpoint_with_another_trainers_name_is_one_that_a_resume_finds() {
             .stdout(contains(name));
         train(&out, &["--steps", "3", "--resume", "--keep-last", "1"]);
         assert_eq!(losses(&out).len(), 3, "{name}");
-        // What a run has not named itself is not its own to remove.
+        // The run removes only checkpoints with names that it gives itself.
         assert!(out.join(name).exists() && out.join("step-00000003").exists());
     }
 }

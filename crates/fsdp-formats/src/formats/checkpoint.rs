@@ -318,9 +318,9 @@ pub trait Checkpoint: Send + Sync {
         Err(FileError::not_stored(&replica.fqn))
     }
 
-    /// Returns what it shows in another way than the files have it, or not at all. A file shows all
-    /// that it has; a view changes some of it. What is found while elements are read is told after
-    /// that.
+    /// Returns what it shows in another way than the files have it, or not at all: nothing for a
+    /// checkpoint that was opened, and for a view what the view changes. Changes of elements, such
+    /// as casts that make them infinite, are included once the elements have been read.
     fn changes(&self) -> Vec<Change> {
         Vec::new()
     }

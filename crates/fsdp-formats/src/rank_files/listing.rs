@@ -30,13 +30,13 @@ pub(super) fn ranks_by_item(paths: &[String]) -> RanksByItem {
 pub(super) fn world_size_of(items: &RanksByItem) -> Option<usize> {
     items
         .iter()
-        .filter(|((_, kind), ranks)| may_hold_tensors(*kind) && are_all(ranks, ranks.len()))
+        .filter(|((_, kind), ranks)| may_hold_tensors(*kind) && is_every_rank(ranks, ranks.len()))
         .map(|(_, ranks)| ranks.len())
         .max()
 }
 
-/// Returns `true` if these are all ranks of so many.
-fn are_all(ranks: &BTreeSet<usize>, world_size: usize) -> bool {
+/// Returns `true` if `ranks` has every rank from 0 to `world_size - 1`.
+fn is_every_rank(ranks: &BTreeSet<usize>, world_size: usize) -> bool {
     ranks.len() == world_size && ranks.last() == Some(&(world_size - 1))
 }
 
@@ -46,7 +46,7 @@ pub(super) fn count_complete(items: &RanksByItem, world_size: usize) -> usize {
     items
         .values()
         .filter(|ranks| {
-            are_all(ranks, world_size) || is_of_first_rank(ranks.iter().copied(), world_size)
+            is_every_rank(ranks, world_size) || is_of_first_rank(ranks.iter().copied(), world_size)
         })
         .count()
 }

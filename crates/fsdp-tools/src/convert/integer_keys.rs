@@ -13,12 +13,14 @@ pub(super) fn restore_integer_keys(
     values: &HashMap<String, PlainValue>,
 ) -> Vec<String> {
     let mut restored = Vec::new();
-    restore_below(structure, "", values, &mut restored);
+    restore_in(structure, "", values, &mut restored);
     restored
 }
 
-/// Restores the keys of each `state` at and below a place, and adds their paths.
-fn restore_below(
+/// Makes integers of the keys of each `state` in a part of the containers, as
+/// [`restore_integer_keys`] does, and adds their paths to `restored`. `path` is that of the part,
+/// with a dot at its end.
+fn restore_in(
     structure: &mut Structure,
     path: &str,
     values: &HashMap<String, PlainValue>,
@@ -46,12 +48,12 @@ fn restore_below(
             }
             for (key, item) in items {
                 let text = key.key_text().unwrap_or_default();
-                restore_below(item, &format!("{path}{text}."), values, restored);
+                restore_in(item, &format!("{path}{text}."), values, restored);
             }
         }
         Structure::List(items) | Structure::Tuple(items) => {
             for (index, item) in items.iter_mut().enumerate() {
-                restore_below(item, &format!("{path}{index}."), values, restored);
+                restore_in(item, &format!("{path}{index}."), values, restored);
             }
         }
         Structure::Leaf(_) | Structure::Module(..) => {}

@@ -496,8 +496,9 @@ pub(super) fn write_directory(
     writer.finish(values, Some(json))
 }
 
-/// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
-/// rank, with its rows of every tensor. Returns the name of the values file, if there are values.
+/// Writes a safetensors file for each rank, with its rows of every tensor, as torch's
+/// `HuggingFaceStorageWriter(save_distributed=True)` does. Ranks without rows get no file. Returns
+/// the name of the values file, if there are values.
 pub(super) fn write_shards(
     conversion: Conversion<'_>,
     rank_count: usize,
@@ -506,7 +507,8 @@ pub(super) fn write_shards(
     let (values, inner_tensors) = side.encode()?;
     let whole_tensors = list_whole_tensors(conversion.source, &inner_tensors);
     let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
-    // torch's rule gives rows to the first ranks: the others have no file.
+    // torch cuts rows into equal chunks from the first rank on, so the ranks without rows come
+    // last.
     let shard_count = (1..rank_count)
         .take_while(|&rank| {
             !pieces_of_rank(&whole_tensors, &inner_tensors, rank, rank_count).is_empty()

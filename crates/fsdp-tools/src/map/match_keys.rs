@@ -322,7 +322,7 @@ fn fill_new_key(
     let new_key = target
         .fill(bindings)
         .ok_or_else(|| mismatch(rule, fqn, "a new key lacks a name"))?;
-    // What the source calls its keys is its own affair.
+    // A key that has an empty part in the source may keep it.
     if new_key.split('.').any(str::is_empty) && !fqn.split('.').any(str::is_empty) {
         let reason = format!("its new key `{new_key}` has a dot too many");
         return Err(mismatch(rule, fqn, reason));

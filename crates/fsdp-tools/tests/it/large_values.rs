@@ -177,7 +177,7 @@ fn write_with_log(path: &Path, log: PlainValue) {
 }
 
 #[test]
-fn a_log_of_any_length_beside_the_weights_is_read_and_kept_by_every_format() {
+fn a_long_log_in_a_torch_file_is_one_value_that_every_format_keeps_and_a_short_one_has_flat_keys() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("log.pt");
     let list = PlainValue::List((0..40_000).map(log_entry).collect());

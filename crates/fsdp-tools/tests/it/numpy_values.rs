@@ -172,7 +172,7 @@ fn values_of_numpy_are_written_as_numpy_pickles_them() {
 }
 
 #[test]
-fn digests_that_were_recorded_of_descriptions_of_numpys_values_still_hold() {
+fn a_checkpoint_whose_digests_are_of_unread_numpy_values_verifies_and_converts() {
     let parent = tempfile::tempdir().unwrap();
     let path = fixture("recorded_numpy");
     let source = opened(&path);

@@ -191,11 +191,11 @@ fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_cop
     }
 }
 
-/// Writes files of torch's `HuggingFaceStorageWriter`, each with a tensor of two rows that begins
-/// at a row: its name, that of the tensor, and the row.
-fn write_shards(directory: &Path, files: &[(&str, &str, usize)]) {
-    for (file, key, row) in files {
-        let note = format!(r#"{{"{key}": {{"saved_offsets": [{row}]}}}}"#);
+/// Writes files as torch's `HuggingFaceStorageWriter` does, each with two rows of one tensor. For
+/// each file: its name, the key of the tensor, and the first of the rows.
+fn write_torch_shards(directory: &Path, files: &[(&str, &str, usize)]) {
+    for (file, key, first_row) in files {
+        let note = format!(r#"{{"{key}": {{"saved_offsets": [{first_row}]}}}}"#);
         let metadata = IndexMap::from([
             ("DCP_SHARDING_INFO".to_owned(), note),
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
@@ -239,7 +239,7 @@ fn a_lost_shard_is_missed_by_the_numbers_of_the_others() {
             .iter()
             .map(|(name, key, row)| (name.as_str(), *key, *row))
             .collect();
-        write_shards(parent.path(), &files);
+        write_torch_shards(parent.path(), &files);
         let error = refused(parent.path());
         assert_eq!(error.kind(), ErrorKind::Incomplete, "{files:?}");
         match error {
@@ -256,7 +256,7 @@ fn shards_of_consecutive_ranks_are_whole_and_an_empty_file_stands_for_a_rank_wit
         ("shard-00001-model-00001-of-00001.safetensors", "a", 0),
         ("shard-00003-model-00001-of-00001.safetensors", "a", 2),
     ];
-    write_shards(parent.path(), &files);
+    write_torch_shards(parent.path(), &files);
     let empty = Header::encode(&IndexMap::new(), []).unwrap();
     let second = "shard-00002-model-00001-of-00001.safetensors";
     std::fs::write(parent.path().join(second), empty).unwrap();
