@@ -148,6 +148,10 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         command,
         prints_json,
     } = parse(&arguments).unwrap_or_else(|error| end_with_refusal(&error, &arguments));
+    // The pad is not larger because glibc uses the whole of it before it joins the small free
+    // blocks that aligned ones leave between them, so each refused connection would add to the
+    // memory of the thread that listens.
+    keep_freed_memory(16 << 20);
     #[cfg(feature = "train")]
     if let Command::Train(arguments) = &command {
         prepare_training(arguments);
@@ -261,8 +265,7 @@ fn parse_with(definition: clap::Command, arguments: &[OsString]) -> Result<Parse
     })
 }
 
-/// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step
-/// frees for the next one. Only for the start of the process.
+/// Gives candle's pools in this process the threads of one rank. Only for the start of the process.
 #[cfg(feature = "train")]
 #[expect(
     unsafe_code,
@@ -283,21 +286,16 @@ fn prepare_training(arguments: &train::TrainArguments) {
             )
         };
     }
-    // The pad is not larger because glibc uses the whole of it before it joins the small free
-    // blocks that aligned ones leave between them, so each refused connection would add to the
-    // memory of the thread that listens.
-    keep_freed_memory(16 << 20);
 }
 
 /// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the
 /// system as soon as they are free, and memory that is taken anew costs a page fault and zeroing
-/// for every page: a quarter of a training step of a small model. Other allocators are left as they
-/// are.
+/// for every page: a quarter of a training step of a small model, and a quarter of a comparison of
+/// two checkpoints. Other allocators are left as they are.
 ///
 /// Call it when a program starts, because it changes the allocator of all threads. A thread's heap
-/// grows by `pad` bytes at a time. With a pad of 64 MiB or more, the size of one heap, no heap is
+/// grows by `pad_bytes` at a time. With a pad of 64 MiB or more, the size of one heap, no heap is
 /// given back.
-#[cfg(feature = "train")]
 #[cfg_attr(
     all(target_os = "linux", target_env = "gnu"),
     expect(
