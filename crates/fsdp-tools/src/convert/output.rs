@@ -3,11 +3,9 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::path::Path;
 
-use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::checkpoint::{Change, Checkpoint, Format, stream};
-use fsdp_formats::internals::{Sidecar, check_copy, default_threads, integrity_beside};
+use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside};
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
@@ -222,38 +220,6 @@ pub(super) fn read_stored_item(
         Err(FileError::NotStored { .. }) if !is_opaque => Ok(None),
         item => item.map(Some),
     }
-}
-
-/// Checks that what was written to `path` has the digests that the source has recorded, if it has
-/// any. Values that an older version has recorded in another form count in the form that they are
-/// read in.
-pub(super) fn check_digests(
-    source: &dyn Checkpoint,
-    path: &Path,
-    written: &StateDigest,
-) -> Result<(), FileError> {
-    let names = match check_copy(path, source.digests(), written) {
-        Err(FileError::Digests { names, .. }) => names,
-        outcome => return outcome,
-    };
-    let mut differing = Vec::new();
-    for fqn in names {
-        let is_value = matches!(source.metadata().entries.get(&fqn), Some(Entry::Bytes(_)));
-        let recorded = source.digests().and_then(|recorded| recorded.get(&fqn));
-        let is_same_value = is_value
-            && recorded == Some(Digest::of_value(&source.describe_value(&fqn)?))
-            && written.get(&fqn) == Some(Digest::of_value(&source.read_value(&fqn)?));
-        if !is_same_value {
-            differing.push(fqn);
-        }
-    }
-    if differing.is_empty() {
-        return Ok(());
-    }
-    Err(FileError::Digests {
-        path: path.to_owned(),
-        names: differing,
-    })
 }
 
 /// Returns a rank's rows of a tensor, by torch's chunk rule; all of a scalar.

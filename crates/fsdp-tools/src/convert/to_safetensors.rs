@@ -5,8 +5,8 @@ use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
 use fsdp_formats::internals::{
     DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, INTEGRITY_FILE, Integrity, PATHS,
     PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, ValuesFile, charge_text,
-    digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text, shard_name,
-    values_hash, values_names, write_payloads, wrong_box,
+    check_copy, digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text,
+    shard_name, values_hash, values_names, write_payloads, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
@@ -17,8 +17,7 @@ use indexmap::IndexMap;
 
 use super::old_values::OldValues;
 use super::output::{
-    CheckpointPayloads, Conversion, InnerTensors, check_digests, commit_file, encode_error,
-    rows_of_rank,
+    CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
 };
 use crate::elements::saturating_bytes;
 
@@ -359,7 +358,7 @@ pub(super) fn write_file(
         &list_whole_tensors(source, &inner_tensors),
         &mut sums,
     )?;
-    check_digests(source, staging.target(), &side.digests(&sums))?;
+    check_copy(staging.target(), source.digests(), &side.digests(&sums))?;
     commit_file(staging, Some(sidecar))?;
     Ok(values.map(|_| values_name))
 }
@@ -425,7 +424,7 @@ impl<'w> DirectoryWriter<'w> {
         index: Option<Vec<u8>>,
     ) -> Result<Option<String>, FileError> {
         let digests = self.side.digests(&self.sums);
-        check_digests(self.side.source, self.staging.target(), &digests)?;
+        check_copy(self.staging.target(), self.side.source.digests(), &digests)?;
         self.integrity.digests = Some(digests);
         // The integrity file covers the small files too, so they are hashed before it is written.
         let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());

@@ -9,14 +9,14 @@ use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
-    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, pickle_write, write_value,
+    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, check_copy, pickle_write, write_value,
 };
 use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::PlainValue;
 use fsdp_layout::boxes::row_major_strides;
 
 use super::numpy::holds_numpy;
-use super::output::{Conversion, check_digests, encode_error, unsupported};
+use super::output::{Conversion, encode_error, unsupported};
 use super::to_safetensors::Sums;
 use super::to_torch::{Archive, read_content};
 
@@ -101,7 +101,7 @@ fn check_unchanged(
     path: &Path,
     written: &StateDigest,
 ) -> Result<(), FileError> {
-    let (path, names) = match check_digests(source, path, written) {
+    let (path, names) = match check_copy(path, source.digests(), written) {
         Err(FileError::Digests { path, names }) => (path, names),
         outcome => return outcome,
     };

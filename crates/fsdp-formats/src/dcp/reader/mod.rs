@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fsdp_digest::{Digest, StateDigest};
+use fsdp_digest::StateDigest;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::budget::Budget;
@@ -128,26 +128,6 @@ impl CheckpointReader {
             decode_value_within(&bytes, budget, describes)
         })
     }
-
-    /// Returns a value in the form in which its digest was recorded. A program that does not read
-    /// values of NumPy records the digests of their descriptions. Returns the value itself if
-    /// neither form has the recorded digest; a comparison finds the difference then.
-    fn recorded_form(
-        &self,
-        fqn: &str,
-        stored: &StorageInfo,
-        value: PlainValue,
-    ) -> Result<PlainValue, FileError> {
-        let recorded = self.digests().and_then(|recorded| recorded.get(fqn));
-        if recorded.is_none_or(|recorded| recorded == Digest::of_value(&value)) {
-            return Ok(value);
-        }
-        let description = self.read_value_at(fqn, stored, true)?;
-        if recorded == Some(Digest::of_value(&description)) {
-            return Ok(description);
-        }
-        Ok(value)
-    }
 }
 
 impl Checkpoint for CheckpointReader {
@@ -216,9 +196,8 @@ impl Checkpoint for CheckpointReader {
         }
         let stored = find_value(&self.metadata, fqn)?;
         match self.read_value_at(fqn, stored, false) {
-            Ok(value) => self.recorded_form(fqn, stored, value),
             Err(error) if error.opaque_type().is_some() => self.read_value_at(fqn, stored, true),
-            Err(error) => Err(error),
+            value => value,
         }
     }
 
