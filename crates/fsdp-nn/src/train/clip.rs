@@ -21,6 +21,24 @@ pub enum GradNorm {
     Infinity,
 }
 
+impl GradNorm {
+    /// Joins the norms of two parts of the gradients, which [`Self::finish`] has not finished.
+    fn join(self, first: f64, second: f64) -> f64 {
+        match self {
+            GradNorm::L2 => first + second,
+            GradNorm::Infinity => larger_or_nan(first, second),
+        }
+    }
+
+    /// Returns the norm of all gradients from the joined norms of their parts.
+    fn finish(self, total: f64) -> f64 {
+        match self {
+            GradNorm::L2 => total.sqrt(),
+            GradNorm::Infinity => total,
+        }
+    }
+}
+
 /// The reaction to gradients of some rank that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnNonFinite {
@@ -63,14 +81,22 @@ impl ShardedParameters {
     /// # Errors
     /// The all-reduce's.
     pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
-        self.reduce_norm(norm, self.shard_group())
+        let mut total = [self.norm_part(norm)?];
+        if let Some(group) = self.shard_group() {
+            let op = match norm {
+                GradNorm::L2 => ReduceOp::Sum,
+                GradNorm::Infinity => ReduceOp::Max,
+            };
+            group.all_reduce(&mut total, op)?;
+        }
+        Ok(norm.finish(total[0]))
     }
 
-    /// Returns a norm of all gradients together, as [`Self::grad_norm_of`] does, reduced over
-    /// `shard_group`, which is that of the model.
-    fn reduce_norm(&self, norm: GradNorm, shard_group: Option<&ProcessGroup>) -> Result<f64> {
+    /// Returns this rank's part of a norm: of its gradients the sum of squares, or the largest
+    /// absolute value. No communication.
+    fn norm_part(&self, norm: GradNorm) -> Result<f64> {
         let is_infinity = norm == GradNorm::Infinity;
-        let mut total = [0f64];
+        let mut total = 0f64;
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
             let unit_norm = if !grad.device().is_cpu() {
                 device::norm_part(&grad, is_infinity)?
@@ -85,25 +111,53 @@ impl ShardedParameters {
                     }
                 })
             };
-            total[0] = if is_infinity {
-                larger_or_nan(total[0], unit_norm)
-            } else {
-                total[0] + unit_norm
-            };
+            total = norm.join(total, unit_norm);
         }
-        if let Some(group) = shard_group {
-            let op = if is_infinity {
-                ReduceOp::Max
-            } else {
-                ReduceOp::Sum
+        Ok(total)
+    }
+
+    /// Returns the norm of all gradients to clip them by, and checks that all ranks clip alike.
+    /// Ranks that clip differently would drift apart. Collective: one all-gather of three numbers
+    /// over the model's group.
+    ///
+    /// # Errors
+    /// The all-gather's; [`NnError::Options`], the same on every rank.
+    fn norm_to_clip(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+        let group = self.group();
+        let kind = f64::from(options.norm as u8 * 4 + options.on_non_finite as u8);
+        let mut gathered = vec![0.0; 3 * group.world_size()];
+        let own = [self.norm_part(options.norm)?, max_norm, kind];
+        group.all_gather_into(&mut gathered, &own)?;
+        let (calls, _) = gathered.as_chunks::<3>();
+        let [_, first_max_norm, first_kind] = calls[0];
+        let reference = group.global_ranks()[0];
+        // The gradients of other replicas are the same as those of this one.
+        let shard_ranks = self.shard_group().map(ProcessGroup::global_ranks);
+        let mut total = 0.0;
+        for (position, (rank, &[part, max_norm, kind])) in
+            group.global_ranks().iter().zip(calls).enumerate()
+        {
+            if max_norm.to_bits() != first_max_norm.to_bits() {
+                return Err(NnError::options(format!(
+                    "rank {rank} clips gradients to a norm of {max_norm}, rank {reference} to \
+                     {first_max_norm}: it must be the same on every rank"
+                )));
+            }
+            if kind.to_bits() != first_kind.to_bits() {
+                return Err(NnError::options(format!(
+                    "rank {rank} clips gradients with other options than rank {reference}: \
+                     `ClipOptions` must be the same on every rank"
+                )));
+            }
+            let is_in_total = match shard_ranks {
+                Some(ranks) => ranks.contains(rank),
+                None => position == group.rank(),
             };
-            group.all_reduce(&mut total, op)?;
+            if is_in_total {
+                total = options.norm.join(total, part);
+            }
         }
-        Ok(if is_infinity {
-            total[0]
-        } else {
-            total[0].sqrt()
-        })
+        Ok(options.norm.finish(total))
     }
 
     /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks
@@ -123,13 +177,12 @@ impl ShardedParameters {
 
     /// Scales all gradients so that their total 2-norm over all ranks is at most `max_norm`, and
     /// returns the norm before scaling, the same on every rank. torch's `clip_grad_norm_` with
-    /// `error_if_nonfinite=True`. Collectives: those of [`Self::grad_norm`], and a barrier of
-    /// replicas.
+    /// `error_if_nonfinite=True`. Collective: one all-gather of three numbers.
     ///
     /// # Errors
-    /// [`NnError::Options`] for a norm that is negative or NaN; the errors of
-    /// [`Self::finite_grad_norm`]; [`CommError::Mismatch`](fsdp_comm::CommError::Mismatch), on
-    /// every rank, if ranks pass different norms. The gradients are unchanged then.
+    /// [`NnError::Options`] for a norm that is negative or NaN, and, on every rank, if ranks pass
+    /// different norms; [`NnError::NonFiniteGradients`]; the all-gather's. The gradients are
+    /// unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
@@ -139,18 +192,10 @@ impl ShardedParameters {
     /// infinite or NaN on all of them, or on none.
     ///
     /// # Errors
-    /// [`NnError::Options`] for a norm that is negative or NaN; the all-reduce's; with
-    /// [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`]; ranks that pass different norms
-    /// or options, as in [`Self::clip_grad_norm`].
+    /// Those of [`Self::clip_grad_norm`], but [`NnError::NonFiniteGradients`] only with
+    /// [`OnNonFinite::Error`]; ranks that pass different options.
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
-        // Ranks that clip differently would drift apart. Those that share a reduction compare its
-        // label.
-        let label = format!("gradients clipped to {max_norm:?} with {options:?}");
-        let shard_group = self.shard_group().map(|group| group.with_label(&label));
-        if let Some(replicas) = self.replicate_group() {
-            replicas.with_label(&label).barrier()?;
-        }
-        let norm = self.reduce_norm(options.norm, shard_group.as_ref())?;
+        let norm = self.norm_to_clip(max_norm, options)?;
         if max_norm.is_nan() || max_norm < 0.0 {
             return Err(NnError::options(format!(
                 "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \

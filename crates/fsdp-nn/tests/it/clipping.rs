@@ -4,6 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{
     ClipOptions, FsdpConfig, FullyShardedDataParallel, GradNorm, NnError, OnNonFinite, Optimizer,
@@ -19,9 +20,13 @@ type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 
 /// A model with gradients of inputs of this scale.
 fn model(group: &ProcessGroup, strategy: ShardingStrategy, scale: f32) -> Model {
+    let mesh = DeviceMesh::new(&[2, 2], &["replicate", "shard"], group.world_size());
     let config = FsdpConfig {
         strategy,
         seed: 1,
+        mesh: mesh
+            .ok()
+            .filter(|_| strategy == ShardingStrategy::HybridShard),
         ..FsdpConfig::default()
     };
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
@@ -258,18 +263,39 @@ fn a_norm_that_no_gradients_can_have_is_refused_and_changes_nothing() {
 
 /// Ranks that clip to different norms would go on with different weights.
 #[test]
-fn another_norm_on_one_rank_is_an_error_on_every_rank() {
-    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
-        for other in [2.0, f64::NAN] {
-            let messages = run_local(3, |group| {
+fn ranks_that_clip_differently_all_get_an_error_and_can_go_on() {
+    for strategy in [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::NoShard,
+        ShardingStrategy::HybridShard,
+    ] {
+        for (other_norm, options) in [
+            (2.0, ClipOptions::default()),
+            (f64::NAN, ClipOptions::default()),
+            (1.0, BY_LARGEST),
+        ] {
+            let messages = run_local(4, |group| {
                 let model = model(&group, strategy, 2.0);
-                let max_norm = if group.rank() == 1 { other } else { 1.0 };
-                let error = model.parameters().clip_grad_norm(max_norm).unwrap_err();
+                let before = gradients(&model);
+                let clip = |max_norm, options| {
+                    let parameters = model.parameters();
+                    parameters.clip_grad_norm_with(max_norm, options)
+                };
+                let error = match group.rank() {
+                    1 => clip(other_norm, options),
+                    _ => clip(1.0, ClipOptions::default()),
+                }
+                .unwrap_err();
+                assert_eq!(gradients(&model), before);
+                let norm = clip(1.0, ClipOptions::default()).unwrap();
+                assert!(norm > 1.0);
+                let clipped = model.parameters().grad_norm().unwrap();
+                assert!((clipped - 1.0).abs() < 1e-4, "{clipped}");
                 error.to_string()
             })
             .unwrap();
             for message in &messages {
-                assert!(message.contains("clipped to 1.0"), "{strategy}: {message}");
+                assert!(message.contains("rank 1 clips"), "{strategy}: {message}");
                 assert_eq!(message, &messages[0]);
             }
         }
