@@ -8,7 +8,7 @@ use fsdp_layout::PlainValue;
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue,
-    flatten_state_dict, get_element_mut, is_part_of, load_state,
+    check_state, flatten_state_dict, get_element_mut, is_part_of, load_state,
 };
 use tracing::info_span;
 
@@ -135,7 +135,12 @@ fn load_from(
 ) -> Result<LoadReport, CheckpointError> {
     let group = with_storage_deadline(group, options.deadline);
     let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_on_this_rank(path, options))?;
-    fill(&*checkpoint, state, &group, options, in_place)
+    let mode = if in_place {
+        FillMode::InPlace
+    } else {
+        FillMode::Fresh
+    };
+    fill(&*checkpoint, state, &group, options, mode)
 }
 
 /// Opens a checkpoint on every rank of a group, for callers that may communicate in other ways
@@ -162,16 +167,17 @@ fn open_on_this_rank(
     )?)
 }
 
-/// Returns what this rank's [`Stateful::load_state_dict`](crate::Stateful::load_state_dict) has
-/// returned, unless that of another rank has failed. Collective: an agreement.
+/// Returns what this rank's [`Stateful::load_state_dict`](crate::Stateful::load_state_dict) or
+/// [`Stateful::check_load`](crate::Stateful::check_load) has returned, unless that of another rank
+/// has failed. Collective: an agreement.
 ///
 /// A type of one's own may fail on one rank alone. If it does so before it loads anything, this
 /// agreement is the one at the beginning of the load, in which the other ranks wait. They get an
 /// error of communication there, which all ranks know of, and do not come here with it.
-pub(crate) fn agree_on_load(
+pub(crate) fn agree_on_load<T>(
     group: &ProcessGroup,
-    loaded: Result<LoadReport, CheckpointError>,
-) -> Result<LoadReport, CheckpointError> {
+    loaded: Result<T, CheckpointError>,
+) -> Result<T, CheckpointError> {
     match loaded {
         Err(error) if error.comm().is_some() => Err(error),
         Err(error) => {
@@ -189,8 +195,19 @@ pub(crate) fn agree_on_load(
                 _ => Err(error),
             }
         }
-        Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
+        loaded => CheckpointError::agree(group, LOAD, Some(0), loaded),
     }
+}
+
+/// The way in which [`fill`] fills a state dict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FillMode {
+    /// Its tensors are replaced by fresh ones.
+    Fresh,
+    /// Its tensors are filled.
+    InPlace,
+    /// Nothing changes. It is only checked that its tensors can be filled.
+    Check,
 }
 
 /// Loads an open checkpoint into a state dict.
@@ -199,8 +216,9 @@ pub(crate) fn fill(
     state: &mut StateDict,
     group: &ProcessGroup,
     options: &LoadOptions,
-    in_place: bool,
+    mode: FillMode,
 ) -> Result<LoadReport, CheckpointError> {
+    let in_place = mode != FillMode::Fresh;
     let _span =
         info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
     // A checkpoint's keys are flat, whatever paths its state dict had.
@@ -216,6 +234,9 @@ pub(crate) fn fill(
     let template = DictTarget::new(&flat, options.device.clone());
     let mut target = CheckpointError::or_refuse(group, LOAD, template)?.for_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
+    if mode == FillMode::Check {
+        return check_state(LOAD, group, &mut source, &mut target, options);
+    }
     let report =
         load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
     // Put the loaded values back where their keys stand in the nested state dict.

@@ -481,9 +481,16 @@ impl Source for CheckpointSource<'_> {
 
     fn contents(&self) -> String {
         // Ranks must have the same digests, since all or none compare what they load with them.
-        match self.checkpoint.digests() {
-            Some(digests) => format!("a checkpoint with the digest {}", digests.root()),
-            None => "a checkpoint without digests".to_owned(),
+        // Without any, two steps of a run are known by their names only.
+        match (
+            self.checkpoint.digests(),
+            self.checkpoint.path().file_name(),
+        ) {
+            (Some(digests), _) => format!("a checkpoint with the digest {}", digests.root()),
+            (None, name) => {
+                let name = name.unwrap_or_default().display();
+                format!("a checkpoint without digests, `{name}`")
+            }
         }
     }
 

@@ -15,12 +15,12 @@ use fsdp_nn::{
 };
 use fsdp_state::{
     LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError,
-    StateValue, flatten_state_dict, is_part_of, load_state,
+    StateValue, check_state, flatten_state_dict, is_part_of, load_state,
 };
 use tracing::warn;
 
 use crate::error::CheckpointError;
-use crate::load::{LOAD, fill};
+use crate::load::{FillMode, LOAD, fill};
 use crate::source::CheckpointSource;
 
 /// State that a [`Checkpointer`](crate::Checkpointer) saves and loads: torch's `Stateful`.
@@ -59,6 +59,25 @@ pub trait Stateful {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError>;
+
+    /// Checks that the state can be loaded from a checkpoint that every rank of `group` has opened,
+    /// as far as that is known without reading tensors. Nothing changes. Collective.
+    ///
+    /// A [`StatefulDict`](crate::StatefulDict) asks this of all its states before it loads the
+    /// first one, so that a checkpoint that does not fit one of them changes none. The default
+    /// checks nothing; types that hold others ask these.
+    ///
+    /// # Errors
+    /// Those of [`Self::load_state_dict`] before anything changes.
+    fn check_load(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let _ = (checkpoint, group, options);
+        Ok(())
+    }
 }
 
 /// Guards that keep the sharded tensors below some keys of a state dict unchanged until they have
@@ -124,7 +143,17 @@ impl Stateful for StateDict {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
-        fill(checkpoint, self, group, options, true)
+        fill(checkpoint, self, group, options, FillMode::InPlace)
+    }
+
+    fn check_load(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        fill(checkpoint, self, group, options, FillMode::Check)?;
+        Ok(())
     }
 }
 
@@ -167,7 +196,10 @@ const LOAD_ADVICE: &str = "call `TrainState::load_state_dict`, for several runs 
 /// the key `model`.
 ///
 /// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers
-/// are loaded as a whole or not at all.
+/// are loaded as a whole or not at all. A load of the model drops its gradients.
+///
+/// Gradients are not saved: save after a step of the optimizers, and not while gradients are being
+/// accumulated for the next one.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -416,13 +448,15 @@ impl<M> TrainState<M> {
         absent
     }
 
-    /// Loads the model, the optimizers and the values. Returns the report, and the values, with the
-    /// states of sampler, scaler and average among them.
+    /// Loads the model, the optimizers and the values, or only checks that they can be loaded.
+    /// Returns the report, and the values, with the states of sampler, scaler and average among
+    /// them.
     fn load_live(
         &mut self,
         checkpoint: &dyn Checkpoint,
         group: &ProcessGroup,
         options: &LoadOptions,
+        only_checks: bool,
     ) -> Result<(LoadReport, StateDict), CheckpointError> {
         let prepared = self.prepare(checkpoint, options);
         let PreparedLoad {
@@ -442,8 +476,12 @@ impl<M> TrainState<M> {
         }
         let live = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
         let mut target = CheckpointError::or_refuse(group, LOAD, live)?.with_values(&mut values);
-        let mut report: LoadReport =
-            load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+        let loaded: Result<LoadReport, CheckpointError> = if only_checks {
+            check_state(LOAD, group, &mut source, &mut target, options)
+        } else {
+            load_state(LOAD, group, &mut source, &mut target, options)
+        };
+        let mut report = loaded?;
         drop(target);
         report.unexpected.extend(left_out);
         report.missing.extend(absent);
@@ -599,10 +637,24 @@ impl<M> Stateful for TrainState<M> {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
-        let (report, loaded) = self.load_live(checkpoint, group, options)?;
+        let (report, loaded) = self.load_live(checkpoint, group, options, false)?;
+        if options.includes(MODEL) {
+            // These are of the weights before, and the next step would take them for new ones.
+            self.model.parameters().zero_grad();
+        }
         self.set_loaded(loaded)?;
         self.restart_average(checkpoint, options)?;
         Ok(report)
+    }
+
+    fn check_load(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        self.load_live(checkpoint, group, options, true)?;
+        Ok(())
     }
 }
 

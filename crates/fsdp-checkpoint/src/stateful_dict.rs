@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::{ErrorKind, Failure as _, with_causes};
 use fsdp_state::{LoadError as _, LoadOptions, LoadReport, StateDict, StateError, is_part_of};
+use twox_hash::XxHash3_64;
 
 use crate::error::CheckpointError;
 use crate::load::{LOAD, agree_on_load};
@@ -22,9 +23,11 @@ use crate::stateful::{KeptUnchanged, Stateful};
 ///
 /// A strict load (the default) fails if the checkpoint has a top-level key that is none of these.
 /// With [`LoadOptions::only`], keys are those of this dict, such as `generator`, or of what lies
-/// below them, such as `generator.model`. The states are loaded one after the other, in the order
-/// of their keys. If one fails after another has been loaded, the error is
-/// [`StateError::PartlyLoaded`].
+/// below them, such as `generator.model`. All states are checked ([`Stateful::check_load`]) before
+/// the first one is loaded, so that a checkpoint that does not fit one of them changes none. Then
+/// they are loaded one after the other, in the order of their keys. If one fails after another has
+/// been loaded, as damage in a file makes it, the error is [`StateError::PartlyLoaded`], also with
+/// [`LoadOptions::staged`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -32,7 +35,7 @@ use crate::stateful::{KeptUnchanged, Stateful};
 /// use fsdp_checkpoint::{
 ///     CheckpointError, Checkpointer, CheckpointerOptions, StatefulDict, TrainState,
 /// };
-/// use fsdp_comm::ProcessGroup;
+/// use fsdp_comm::{CommError, ProcessGroup};
 /// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 /// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
 ///
@@ -103,6 +106,40 @@ impl<'a> StatefulDict<'a> {
         }
     }
 
+    /// Checks that all ranks load states of the same keys, with the same options. Collective: one
+    /// agreement, and if they differ an object all-gather.
+    ///
+    /// # Errors
+    /// The same on every rank: [`StateError::ArgumentMismatch`].
+    fn agree_on_keys(
+        &self,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let keys: Vec<&str> = self.states.keys().map(String::as_str).collect();
+        let arguments = format!("states: {}, {}", keys.join(", "), options.describe_common());
+        let hash = XxHash3_64::oneshot(arguments.as_bytes());
+        match CheckpointError::agree(group, LOAD, Some(hash), Ok(())) {
+            Err(CheckpointError::Comm(error @ CommError::SchemaMismatch { .. })) => {
+                let all_arguments: Vec<String> = group.all_gather_object(&arguments)?;
+                let expected = &all_arguments[0];
+                let mut by_rank = group.global_ranks().iter().zip(&all_arguments);
+                let Some((rank, found)) = by_rank.find(|(_, found)| *found != expected) else {
+                    return Err(error.into());
+                };
+                Err(StateError::ArgumentMismatch {
+                    operation: LOAD,
+                    rank: *rank,
+                    found: found.clone(),
+                    reference: group.global_ranks()[0],
+                    expected: expected.clone(),
+                }
+                .into())
+            }
+            agreed => agreed,
+        }
+    }
+
     /// Returns the keys of the checkpoint that no state takes, and those that are asked for, but
     /// that are no state's.
     fn find_lone_keys(&self, checkpoint: &dyn Checkpoint, options: &LoadOptions) -> LoadReport {
@@ -158,13 +195,9 @@ impl Stateful for StatefulDict<'_> {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
+        self.check_load(checkpoint, group, options)?;
         let mut report = self.find_lone_keys(checkpoint, options);
-        // Every rank has the same checkpoint and the same keys, so all of them have this error.
-        if options.strict && !report.is_clean() {
-            let operation = LOAD;
-            return Err(StateError::Incompatible { operation, report }.into());
-        }
-        let mut has_loaded = false;
+        let mut loaded_keys: Vec<&str> = Vec::new();
         for (key, state) in &mut self.states {
             let Some(part_options) = options_of_part(options, key) else {
                 continue;
@@ -172,11 +205,35 @@ impl Stateful for StatefulDict<'_> {
             let part = CheckpointPart::new(checkpoint, key);
             let loaded = state.load_state_dict(&part, group, &part_options);
             let part_report =
-                agree_on_load(group, loaded).map_err(|error| in_part(error, key, has_loaded))?;
-            has_loaded = true;
+                agree_on_load(group, loaded).map_err(|error| in_part(error, key, &loaded_keys))?;
+            loaded_keys.push(key);
             report = report.merge(part_report.below(key));
         }
         Ok(report)
+    }
+
+    fn check_load(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        self.agree_on_keys(group, options)?;
+        let report = self.find_lone_keys(checkpoint, options);
+        // Every rank has the same checkpoint and the same keys, so all of them have this error.
+        if options.strict && !report.is_clean() {
+            let operation = LOAD;
+            return Err(StateError::Incompatible { operation, report }.into());
+        }
+        for (key, state) in &mut self.states {
+            let Some(part_options) = options_of_part(options, key) else {
+                continue;
+            };
+            let part = CheckpointPart::new(checkpoint, key);
+            let checked = state.check_load(&part, group, &part_options);
+            agree_on_load(group, checked).map_err(|error| in_part(error, key, &[]))?;
+        }
+        Ok(())
     }
 }
 
@@ -198,23 +255,35 @@ fn options_of_part(options: &LoadOptions, part: &str) -> Option<LoadOptions> {
 }
 
 /// Adds to an error which part it comes from. If others have been loaded before, live values are
-/// partly new.
-fn in_part(error: CheckpointError, key: &str, has_loaded: bool) -> CheckpointError {
+/// partly new, and it names those.
+fn in_part(error: CheckpointError, key: &str, loaded_keys: &[&str]) -> CheckpointError {
+    let comm_error = error.comm();
+    let is_rank_lost = comm_error.is_some_and(|comm| comm.kind() == ErrorKind::RankLost);
     match error {
-        CheckpointError::State(StateError::Incompatible { operation, report }) if !has_loaded => {
+        CheckpointError::State(StateError::Incompatible { operation, report })
+            if loaded_keys.is_empty() =>
+        {
             let report = report.below(key);
             StateError::Incompatible { operation, report }.into()
         }
-        error
-            if has_loaded
-                && error
-                    .comm()
-                    .is_none_or(|comm| comm.kind() != ErrorKind::RankLost) =>
-        {
+        error if loaded_keys.is_empty() || is_rank_lost => error,
+        error => {
             let kind = error.kind();
-            let reason = format!("`{key}`: {}", with_causes(&error));
-            StateError::PartlyLoaded { reason, kind }.into()
+            let cause = match error {
+                CheckpointError::State(StateError::PartlyLoaded { reason, .. }) => reason,
+                error => with_causes(&error),
+            };
+            let reason = format!(
+                "`{key}`: {cause}; loaded before: {}",
+                loaded_keys.join(", ")
+            );
+            let advice = "";
+            StateError::PartlyLoaded {
+                reason,
+                advice,
+                kind,
+            }
+            .into()
         }
-        error => error,
     }
 }

@@ -156,11 +156,13 @@ pub enum StateError {
     /// A load into live tensors was interrupted after it had begun to fill them.
     #[error(
         "the load broke off while it filled live values: some are new, others as they were; load a whole checkpoint before \
-         going on, or load with `staged` to change all or nothing: {reason}"
+         going on{advice}: {reason}"
     )]
     PartlyLoaded {
         /// The failure, the same on every rank.
         reason: String,
+        /// The way to prevent it, which ends the sentence; empty if there is none.
+        advice: &'static str,
         /// Its kind.
         kind: ErrorKind,
     },

@@ -50,7 +50,7 @@ pub use copy::{
     create_cpu_state_dict, offload_state_dict_to_cpu,
 };
 pub use digest::digest_state_dict;
-pub use engine::{LoadError, LoadOptions, Source, Target, is_part_of, load_state};
+pub use engine::{LoadError, LoadOptions, Source, Target, check_state, is_part_of, load_state};
 pub use error::{StateError, WrongTensor};
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};
 pub use keep_on::{GatherOptions, KeepOn};

@@ -149,27 +149,31 @@ fn names_in_errors_and_options_are_those_of_the_whole_checkpoint() {
             .unwrap_err()
             .to_string();
         assert!(error.contains("`discriminator.epoch`"), "{error}");
-        // The second part fails when the first one has been loaded.
+        // A second part that does not fit is found before the first one is loaded.
         let [generator, discriminator] = &mut others;
         let mut swapped = StatefulDict::new()
             .with("discriminator", generator)
             .with("generator", discriminator);
         assert!(load(&mut swapped, None, true).is_err());
-        let mut first_fits = StateDict::new();
-        let mut second = StateDict::new();
-        second.insert("absent", 1i64);
+        let [_, discriminator] = &mut others;
+        discriminator.values.remove("epoch");
+        step(discriminator, 7);
+        let mut lacking = StateDict::new();
+        lacking.insert("absent", 1i64);
+        let before = bits(discriminator);
         let mut parts = StatefulDict::new()
-            .with("discriminator", &mut first_fits)
-            .with("generator", &mut second);
+            .with("discriminator", discriminator)
+            .with("generator", &mut lacking);
         let error = load(&mut parts, None, true).unwrap_err();
         assert!(
             matches!(
                 error,
-                CheckpointError::State(StateError::PartlyLoaded { .. })
+                CheckpointError::State(StateError::Incompatible { .. })
             ),
             "{error}"
         );
-        assert!(error.to_string().contains("`generator`"), "{error}");
+        assert!(error.to_string().contains("`generator.absent`"), "{error}");
+        assert_eq!(bits(&others[1]), before);
     })
     .unwrap();
     let keys = load_whole(
@@ -178,6 +182,88 @@ fn names_in_errors_and_options_are_those_of_the_whole_checkpoint() {
         &LoadOptions::default(),
     );
     assert!(keys.unwrap().dict("generator").is_some());
+}
+
+#[test]
+fn ranks_that_load_other_states_all_get_an_error_that_names_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let messages = run_local(3, |group| {
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut runs = two_runs(&group, 1);
+        train(&mut runs);
+        checkpointer.save(1, &both(&mut runs)).unwrap();
+        let mut others = two_runs(&group, 9);
+        let before = all_bits(&others);
+        let [generator, discriminator] = &mut others;
+        let mut states = StatefulDict::new().with("discriminator", discriminator);
+        if group.rank() != 1 {
+            states = states.with("generator", generator);
+        }
+        let error = checkpointer.load(1, &mut states).unwrap_err().to_string();
+        assert_eq!(all_bits(&others), before);
+        // The group goes on.
+        checkpointer.load(1, &mut both(&mut others)).unwrap();
+        assert_eq!(all_bits(&others), all_bits(&runs));
+        error
+    })
+    .unwrap();
+    for message in &messages {
+        assert!(
+            message.contains("rank 1") && message.contains("discriminator, generator"),
+            "{message}"
+        );
+        assert_eq!(message, &messages[0]);
+    }
+}
+
+#[test]
+fn damage_in_a_later_state_is_told_with_the_states_that_are_new_then() {
+    for staged in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        run_local(1, |group| {
+            let load = LoadOptions {
+                staged,
+                ..LoadOptions::default()
+            };
+            let options = CheckpointerOptions {
+                load,
+                ..CheckpointerOptions::default()
+            };
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+            let mut runs = two_runs(&group, 1);
+            train(&mut runs);
+            checkpointer.save(1, &both(&mut runs)).unwrap();
+            let path = dir.path().join("step-00000001");
+            let checkpoint = open(path.as_path(), OpenOptions::default()).unwrap();
+            let tensor = checkpoint.metadata().tensor("generator.model.a.weight");
+            let stored = tensor.unwrap().chunks[0].stored.clone().unwrap();
+            let file = path.join(stored.relative_path.as_str());
+            let mut bytes = std::fs::read(&file).unwrap();
+            bytes[(stored.offset + stored.length) as usize - 1] ^= 1;
+            std::fs::write(&file, bytes).unwrap();
+            let mut others = two_runs(&group, 9);
+            let error = checkpointer.load(1, &mut both(&mut others)).unwrap_err();
+            assert!(
+                matches!(
+                    error,
+                    CheckpointError::State(StateError::PartlyLoaded { .. })
+                ),
+                "{error}"
+            );
+            let message = error.to_string();
+            assert!(message.contains("`generator`: "), "{message}");
+            assert!(
+                message.ends_with("loaded before: discriminator"),
+                "{message}"
+            );
+            assert!(
+                !message.contains("`staged`"),
+                "it would not help: {message}"
+            );
+        })
+        .unwrap();
+    }
 }
 
 /// A type of one's own that puts the state dicts of two runs together, as torch programs do, and

@@ -96,11 +96,13 @@ fn list_text(differences: &[Vec<String>]) -> String {
 /// was loaded partly.
 fn without_advice(error: CheckpointError) -> CheckpointError {
     match error {
-        CheckpointError::State(StateError::PartlyLoaded { reason, kind }) => StateError::Other {
-            message: reason,
-            kind,
+        CheckpointError::State(StateError::PartlyLoaded { reason, kind, .. }) => {
+            StateError::Other {
+                message: reason,
+                kind,
+            }
+            .into()
         }
-        .into(),
         error => error,
     }
 }

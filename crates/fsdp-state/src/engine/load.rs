@@ -128,7 +128,7 @@ where
         // If a collective has failed, every rank has this error already, and no further agreement
         // is possible.
         Err(error) if error.comm().is_some() => {
-            return Err(partly_loaded(is_live && !is_staged, error));
+            return Err(partly_loaded(is_live && !is_staged, STAGED_ADVICE, error));
         }
         outcome => outcome,
     };
@@ -139,7 +139,7 @@ where
     // A rank that failed to read has still taken part in the collectives. This agreement gives its
     // error to the others.
     E::agree(group, operation, None, outcome)
-        .map_err(|error| partly_loaded(is_live && !is_staged, error))?;
+        .map_err(|error| partly_loaded(is_live && !is_staged, STAGED_ADVICE, error))?;
 
     if !is_live {
         return Ok(plan.report);
@@ -152,15 +152,46 @@ where
     let committed = filled
         .map_err(E::from)
         .and_then(|()| target.commit().map_err(E::from));
-    E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, error))?;
+    E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, "", error))?;
     Ok(plan.report)
 }
 
+/// Checks that [`load_state`] can load the values of `source` into `target`, as far as that is
+/// known before the first byte is read, and returns the report. The values of the target stay as
+/// they are. Collective over `group`: the first agreement of [`load_state`].
+///
+/// # Errors
+/// Those of [`load_state`] before the first byte is read.
+pub fn check_state<S, T, E>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    source: &mut S,
+    target: &mut T,
+    options: &LoadOptions,
+) -> Result<LoadReport, E>
+where
+    S: Source,
+    T: Target,
+    E: LoadError + From<S::Error> + From<T::Error>,
+{
+    let call = LoadCall {
+        operation,
+        group,
+        options,
+    };
+    let compared = compare::<S, T, E>(&call, source, target);
+    Ok(agree(&call, compared)?.report)
+}
+
+/// The advice after a load that was not staged and broke off while it read.
+const STAGED_ADVICE: &str = ", or load with `staged` to change all or nothing";
+
 /// Wraps an error in [`StateError::PartlyLoaded`] if some live values may be new and others old.
-fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
+fn partly_loaded<E: LoadError>(is_partly_loaded: bool, advice: &'static str, error: E) -> E {
     if is_partly_loaded {
         StateError::PartlyLoaded {
             reason: error.to_string(),
+            advice,
             kind: error.kind(),
         }
         .into()

@@ -22,7 +22,7 @@ mod tied;
 pub use dict::{BoxesOn, DictSource};
 pub use fresh::DictTarget;
 pub(crate) use fresh::WholeTarget;
-pub use load::{LoadError, load_state};
+pub use load::{LoadError, check_state, load_state};
 pub use options::{LoadOptions, is_part_of};
 pub use source::{LoadCall, Source, WantedOn};
 pub use target::{Common, Plan, Target, Values, Wanted};

@@ -55,7 +55,8 @@ pub struct LoadOptions {
 impl LoadOptions {
     /// Describes the options that must be the same on all ranks, for people to read. If only some
     /// ranks may cast, values that do not fit on the others are an error anyway.
-    pub(super) fn describe_common(&self) -> String {
+    #[must_use]
+    pub fn describe_common(&self) -> String {
         let LoadOptions {
             strict,
             only,

@@ -1,6 +1,6 @@
 //! Runs that are at the edge of what a load knows: ranks that have stepped differently, averages
 //! that a checkpoint lacks, state of another algorithm, parameters whose names are numbers or that
-//! have no elements.
+//! have no elements, ranks that load different steps, gradients from before a load.
 
 use candle_core::{Device, Tensor};
 use candle_nn::Init;
@@ -12,7 +12,8 @@ use fsdp_nn::algorithm::{Algorithm, SgdOptions};
 use fsdp_nn::{AveragedModel, FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy};
 use fsdp_state::{StateDict, flatten_state_dict};
 
-use crate::in_place::training::{adamw, new_run, new_run_with, step};
+use crate::in_place::resume::bits;
+use crate::in_place::training::{Model, adamw, forward, new_run, new_run_with, step};
 
 fn not_strict() -> CheckpointerOptions {
     CheckpointerOptions {
@@ -236,4 +237,57 @@ fn a_parameter_without_elements_in_a_unit_saves_and_loads() {
             .unwrap();
         }
     }
+}
+
+/// Weights of two steps must not be mixed, whatever tells them apart.
+#[test]
+fn ranks_that_load_different_steps_all_get_an_error_that_changes_nothing() {
+    for digests in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let messages = run_local(3, |group| {
+            let mut options = CheckpointerOptions::default();
+            options.save.write.digests = digests;
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+            // It has no optimizer, whose steps would differ.
+            let mut run = new_run(&group, true, &adamw(), 1);
+            let optimizers = std::mem::take(&mut run.optimizers);
+            checkpointer.save(1, &run).unwrap();
+            run.optimizers = optimizers;
+            step(&mut run, 0);
+            run.optimizers.clear();
+            checkpointer.save(2, &run).unwrap();
+            let before = bits(&run);
+            let own_step = if group.rank() == 1 { 1 } else { 2u64 };
+            let error = checkpointer.load(own_step, &mut run).unwrap_err();
+            assert_eq!(bits(&run), before);
+            checkpointer.load(1, &mut run).unwrap();
+            error.to_string()
+        })
+        .unwrap();
+        for message in &messages {
+            assert!(message.contains("rank 1"), "{message}");
+            assert_eq!(message, &messages[0]);
+        }
+    }
+}
+
+/// A run that goes back because of a bad batch may have its gradients still.
+#[test]
+fn gradients_of_the_weights_before_a_load_are_in_no_later_step() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let mut checkpointer =
+            Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        checkpointer.save(0, &run).unwrap();
+        let expected = (step(&mut run, 0), step(&mut run, 1));
+        run.model
+            .backward(&(forward(&run, 2) * 1e9).unwrap())
+            .unwrap();
+        let unreduced = |model: &Model| model.backward(&(forward(&run, 3) * 1e9).unwrap());
+        run.model.no_sync(unreduced).unwrap();
+        checkpointer.load(0, &mut run).unwrap();
+        assert_eq!((step(&mut run, 0), step(&mut run, 1)), expected);
+    })
+    .unwrap();
 }

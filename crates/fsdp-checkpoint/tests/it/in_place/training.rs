@@ -7,7 +7,9 @@ use fsdp_comm::ProcessGroup;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy, Unit};
 
-pub(crate) type Run = TrainState<(Unit<Linear>, Linear, Tensor)>;
+type Layers = (Unit<Linear>, Linear, Tensor);
+pub(crate) type Model = FullyShardedDataParallel<Layers>;
+pub(crate) type Run = TrainState<Layers>;
 
 pub(crate) fn adamw() -> Algorithm {
     Algorithm::AdamW(AdamOptions {
@@ -64,12 +66,12 @@ pub(crate) fn build(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algori
     TrainState::new(model, vec![optimizer])
 }
 
-fn forward(run: &Run, seed: usize) -> Tensor {
+pub(crate) fn forward(run: &Run, seed: usize) -> Tensor {
     let x: Vec<f32> = (0..10)
         .map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0)
         .collect();
     let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
-    let loss = |m: &(Unit<Linear>, Linear, Tensor)| {
+    let loss = |m: &Layers| {
         m.1.forward(&m.0.forward(&x)?.tanh()?)?
             .broadcast_mul(&m.2)?
             .sqr()?
