@@ -73,8 +73,7 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
 ///
 /// That is the order of their steps, but where the run has gone back to an older step and saved
 /// again, the checkpoints of its new branch come before those that it has left ([`Branch`]),
-/// whatever their steps. To know the branches, the lineage of each checkpoint is read if there are
-/// several.
+/// whatever their steps. To know the branches, the lineage of each checkpoint is read.
 ///
 /// # Errors
 /// A directory or an integrity file that cannot be read. One that is damaged is no error: its

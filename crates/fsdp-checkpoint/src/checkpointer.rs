@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;
 use fsdp_formats::Location;
-use fsdp_formats::checkpoint::step_in_name;
+use fsdp_formats::checkpoint::{list_steps, step_in_name};
 use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
+use fsdp_formats::metadata::METADATA_FILE;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
@@ -17,7 +18,9 @@ use fsdp_state::{LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
-use crate::catalog::{RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name};
+use crate::catalog::{
+    CheckpointOnBranch, RunPosition, StepCheckpoint, list_branches, step_name, step_of,
+};
 use crate::error::{CheckpointError, broadcast_result};
 use crate::load::{LOAD, agree_on_load, open};
 use crate::memory_tier::MemoryTier;
@@ -50,16 +53,6 @@ pub struct RunFacts {
     pub config: Option<String>,
     /// The position up to which the run has read its data.
     pub data: Option<DataPosition>,
-}
-
-impl CheckpointName {
-    /// Returns the step of a checkpoint of the run; `None` for a path or a URL.
-    fn step(&self) -> Option<u64> {
-        match self {
-            CheckpointName::Step(step) => Some(*step),
-            CheckpointName::At(_) => None,
-        }
-    }
 }
 
 impl From<u64> for CheckpointName {
@@ -238,7 +231,8 @@ impl Checkpointer {
     }
 
     /// Returns the branch for the checkpoint of `step`, after the load of a checkpoint of the run
-    /// or of none, and the step of the newest checkpoint if the run leaves that.
+    /// or of none, and the newest step, of a checkpoint or in the memory tier, if the run leaves
+    /// that.
     ///
     /// # Errors
     /// The errors of [`Self::choose_branch`].
@@ -247,31 +241,45 @@ impl Checkpointer {
         step: u64,
         loaded: Option<&(Branch, u64)>,
     ) -> Result<(Branch, Option<u64>), CheckpointError> {
-        let mut committed = Vec::new();
-        if self.run.exists()? {
-            (committed, _) = list_branches(&self.run)?;
-        }
-        let Some(newest) = committed.pop() else {
+        let checkpoint = self.list_run()?.pop();
+        let memory_tier = self.memory_tier.as_ref();
+        let in_memory = memory_tier.and_then(MemoryTier::newest_on_host);
+        let newest = match (checkpoint, in_memory) {
+            // Of a branch that only the memory tier has, no more is known than its number.
+            (checkpoint, Some(position))
+                if checkpoint
+                    .as_ref()
+                    .is_none_or(|found| found.branch.number < position.branch) =>
+            {
+                let number = position.branch;
+                let from = Vec::new();
+                Some((Branch { number, from }, position.step))
+            }
+            (Some(found), Some(position)) if found.branch.number == position.branch => {
+                Some((found.branch, found.checkpoint.step.max(position.step)))
+            }
+            (checkpoint, _) => checkpoint.map(|found| (found.branch, found.checkpoint.step)),
+        };
+        let Some((newest_branch, newest_step)) = newest else {
             let branch = loaded.map(|(branch, _)| branch.clone());
             return Ok((branch.unwrap_or_default(), None));
         };
-        let newest_step = newest.checkpoint.step;
-        let next_number = newest.branch.number + 1;
+        let next_number = newest_branch.number + 1;
         let (branch, is_new) = match loaded {
-            // The memory tier has begun this branch.
-            Some((branch, _)) if branch.number > newest.branch.number => (branch.clone(), false),
+            // The memory tier had begun this branch, and has lost it since.
+            Some((branch, _)) if branch.number > newest_branch.number => (branch.clone(), false),
             Some((branch, loaded_step)) => {
                 let is_newest =
-                    branch.number == newest.branch.number && *loaded_step >= newest_step;
+                    branch.number == newest_branch.number && *loaded_step >= newest_step;
                 if is_newest && step >= *loaded_step {
-                    (newest.branch.clone(), false)
+                    (branch.clone(), false)
                 } else {
                     (branch.fork(*loaded_step, next_number), true)
                 }
             }
             // This checkpointer has loaded nothing, so the checkpoint that the state comes from is
             // not known.
-            None if step > newest_step => (newest.branch.clone(), false),
+            None if step > newest_step => (newest_branch.clone(), false),
             None => {
                 let branch = Branch {
                     number: next_number,
@@ -287,18 +295,18 @@ impl Checkpointer {
                 newest: newest_step,
             });
         }
-        let is_left = is_new && !branch.continues(&newest.branch, newest_step);
+        let is_left = is_new && !branch.continues(&newest_branch, newest_step);
         Ok((branch, is_left.then_some(newest_step)))
     }
 
     /// Returns the request for a save to a place. That of a step of the run includes the lineage
     /// to record, whose branch has been chosen on rank 0.
-    fn save_request(&self, name: CheckpointName) -> SaveRequest {
+    fn save_request(&self, name: CheckpointName, step: Option<u64>) -> SaveRequest {
         let branch = match &self.branch {
             CurrentBranch::Chosen(branch) => branch.clone(),
             CurrentBranch::AfterLoad(_) => Branch::default(),
         };
-        let lineage = name.step().map(|step| Lineage {
+        let lineage = step.map(|step| Lineage {
             step,
             branch,
             parent: self.parent,
@@ -343,7 +351,7 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: the errors of the storage.
     pub fn check_writable(&self) -> Result<(), CheckpointError> {
-        self.save_request(CheckpointName::At(self.run.join(WRITE_TEST)))
+        self.save_request(CheckpointName::At(self.run.join(WRITE_TEST)), None)
             .check_writable(&self.group)
     }
 
@@ -366,9 +374,9 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
         let name = name.into();
-        let step = name.step();
+        let step = self.step_of_run(&name);
         let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
-        let request = self.save_request(name);
+        let request = self.save_request(name, step);
         // An error of this rank becomes one of every rank in the save.
         let report = match branch_outcome.and_then(|()| stateful.state_to_save()) {
             Ok((state, _guard)) => self.saver.save(&request, Ok(&state)),
@@ -398,9 +406,9 @@ impl Checkpointer {
         let start = Instant::now();
         self.wait()?;
         let name = name.into();
-        let step = name.step();
+        let step = self.step_of_run(&name);
         let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
-        let request = self.save_request(name);
+        let request = self.save_request(name, step);
         // From here on, nothing that the guard covers changes until it has been copied.
         let state = branch_outcome.and_then(|()| stateful.state_to_save());
         self.saver.start(request, state)?;
@@ -566,7 +574,7 @@ impl Checkpointer {
         // the next one, which it must not do after this load has set another parent.
         self.wait()?;
         let name = name.into();
-        let named_step = name.step();
+        let named_step = self.step_of_run(&name);
         let path = self.location(name);
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
@@ -618,9 +626,30 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Returns `true` if the checkpoint at `path` is in the directory of this run.
+    /// Returns `true` if the checkpoint at `path` is in the directory of this run, which may have
+    /// several paths.
     fn is_own(&self, path: &Location) -> bool {
-        path.name().parent() == Some(self.run.name())
+        if path.name().parent() == Some(self.run.name()) {
+            return true;
+        }
+        let (Some(path), Some(run)) = (path.local(), self.run.local()) else {
+            return false;
+        };
+        let folder = path.parent().filter(|folder| *folder != Path::new(""));
+        let folder = folder.unwrap_or(Path::new(".")).canonicalize();
+        matches!((folder, run.canonicalize()), (Ok(folder), Ok(run)) if folder == run)
+    }
+
+    /// Returns the step of the run that a name stands for: a step, or the path of its checkpoint.
+    /// Returns `None` for any other place.
+    fn step_of_run(&self, name: &CheckpointName) -> Option<u64> {
+        let location = match name {
+            CheckpointName::Step(step) => return Some(*step),
+            CheckpointName::At(location) => location,
+        };
+        let file_name = location.name().file_name()?.to_str()?;
+        let step = step_of(file_name)?;
+        (file_name == step_name(step) && self.is_own(location)).then_some(step)
     }
 
     /// Returns the position of a step that [`Checkpointer::latest_in_memory`] has found; `None` for
@@ -646,8 +675,12 @@ impl Checkpointer {
         stateful: &mut impl Stateful,
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
         self.wait()?;
-        let latest = self.latest()?;
-        let newer = match self.latest_in_memory(latest.as_ref(), false) {
+        let (latest, position) = self.latest_on_branch()?.unzip();
+        let newer = match &mut self.memory_tier {
+            None => Ok(None),
+            Some(tier) => tier.join_newest(position, false),
+        };
+        let newer = match newer {
             // Every rank has this error, so all of them continue from the checkpoint.
             Err(error) if error.kind() != ErrorKind::RankLost => {
                 if self.group.rank() == 0 {
@@ -673,29 +706,60 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
+        let found = self.latest_on_branch()?;
+        Ok(found.map(|(latest, _)| latest))
+    }
+
+    /// Returns the checkpoint that [`Self::latest`] returns, with its place in the run.
+    ///
+    /// # Errors
+    /// The errors of [`Self::latest`].
+    fn latest_on_branch(&self) -> Result<Option<(StepCheckpoint, RunPosition)>, CheckpointError> {
         // Listing may take long: an object store is asked about each checkpoint.
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed
         // meanwhile could make their answers differ.
         let mut listed = Ok(None);
         if group.rank() == 0 {
-            listed = self
-                .find_latest()
-                .map(|latest| Some(latest.as_ref().map(step_and_name)));
+            listed = self.list_run().map(|mut committed| {
+                let latest = committed.pop();
+                if latest.is_none() {
+                    self.warn_of_other_checkpoints();
+                }
+                Some(latest.map(|found| (step_and_name(&found.checkpoint), found.position())))
+            });
         }
-        let found: Option<(u64, String)> =
+        let found: Option<((u64, String), RunPosition)> =
             broadcast_result(&group, "latest checkpoint", listed, 0)?;
-        Ok(found.map(|found| self.checkpoint_of(found)))
+        Ok(found.map(|(found, position)| (self.checkpoint_of(found), position)))
     }
 
-    /// Returns the newest checkpoint that this rank finds, without communication; `None` if the
-    /// run's directory does not exist yet.
-    fn find_latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.run.exists()? {
-            latest_checkpoint(&self.run)
-        } else {
-            Ok(None)
+    /// Lists the checkpoints of the run that this rank finds, the newest last, without
+    /// communication. There are none if the run's directory does not exist yet.
+    fn list_run(&self) -> Result<Vec<CheckpointOnBranch>, CheckpointError> {
+        if !self.run.exists()? {
+            return Ok(Vec::new());
         }
+        let (committed, _) = list_branches(&self.run)?;
+        Ok(committed)
+    }
+
+    /// Warns if the run's directory has no checkpoint of the run, but is one itself, or has those
+    /// of another program: a run that begins anew may not be what its user wants. No communication.
+    fn warn_of_other_checkpoints(&self) {
+        let is_checkpoint = self.run.join(METADATA_FILE).is_file().unwrap_or(false);
+        let others = list_steps(&self.run).unwrap_or_default();
+        let found = match others.last() {
+            _ if is_checkpoint => &self.run,
+            Some(newest) => &newest.path,
+            None => return,
+        };
+        warn!(
+            run = %self.run,
+            %found,
+            "the run has no checkpoint in its directory and begins anew; `Checkpointer::load` takes \
+             the path of another one, such as `found`"
+        );
     }
 
     /// Removes the checkpoints of the run that need not be kept, and returns them. Removes the

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, StepOfRun, list_steps};
-use fsdp_formats::lineage::read_branches;
+use fsdp_formats::lineage::{newest_branch, read_branches};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use serde::Serialize;
@@ -55,11 +55,11 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     let steps = list_steps(&arguments.run)?;
     let paths: Vec<&Location> = steps.iter().map(|found| &found.path).collect();
     let branches = read_branches(&paths)?;
-    let newest = branches.iter().flatten().max_by_key(|branch| branch.number);
+    let newest = newest_branch(&branches);
     let mut checkpoints = Vec::with_capacity(steps.len());
     for (found, branch) in steps.iter().zip(&branches) {
         let mut listed = ListedCheckpoint::new(found);
-        if let (Some(newest), Some(branch)) = (newest, branch) {
+        if let Some(branch) = branch {
             listed.left = !newest.continues(branch, found.step);
         }
         checkpoints.push(listed);

@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_steps};
-use fsdp_formats::lineage::read_branches;
+use fsdp_formats::lineage::{newest_branch, read_branches};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
@@ -162,8 +162,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
 fn split_by_branch(all: Vec<StepOfRun>) -> Result<(Vec<StepOfRun>, Vec<StepOfRun>)> {
     let paths: Vec<&Location> = all.iter().map(|found| &found.path).collect();
     let branches = read_branches(&paths)?;
-    let newest = branches.iter().flatten().max_by_key(|branch| branch.number);
-    let newest = newest.cloned().unwrap_or_default();
+    let newest = newest_branch(&branches);
     let mut continued = Vec::new();
     let mut left = Vec::new();
     for (found, branch) in all.into_iter().zip(branches) {

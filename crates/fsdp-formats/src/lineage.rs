@@ -15,14 +15,12 @@ use crate::formats::read::OpenOptions;
 use crate::metadata::METADATA_FILE;
 use crate::open::open;
 use crate::steps::list_steps;
-use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 
 /// Finds the branches of a run's checkpoints; `None` for one that does not exist any more. Only
-/// integrity files are read, and none if there is only one checkpoint, which is the newest on any
-/// branch.
+/// integrity files are read.
 ///
 /// A checkpoint without a lineage is on the first branch: it was saved by a program that knows no
 /// branches. One whose integrity file is damaged counts as one of the newest branch, so that
@@ -31,44 +29,25 @@ use crate::storage::location::Location;
 /// # Errors
 /// A directory or an integrity file that cannot be read.
 pub fn read_branches(checkpoints: &[&Location]) -> Result<Vec<Option<Branch>>, FileError> {
-    let mut newest = Branch::default();
-    let mut found = Vec::with_capacity(checkpoints.len());
+    let mut branches = Vec::with_capacity(checkpoints.len());
+    let mut damaged = Vec::new();
     for checkpoint in checkpoints {
-        let read = match checkpoints.len() {
-            1 => Ok(None),
-            _ => read_lineage(checkpoint),
-        };
-        found.push(match read {
-            Ok(lineage) => {
-                let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch);
-                if branch.number > newest.number {
-                    newest = branch.clone();
-                }
-                Found::Branch(branch)
-            }
-            Err(_) if !checkpoint.exists()? => Found::Nothing,
+        branches.push(match read_lineage(checkpoint) {
+            Ok(lineage) => Some(lineage.map_or_else(Branch::default, |lineage| lineage.branch)),
+            Err(_) if !checkpoint.exists()? => None,
             Err(error) if error.kind() == ErrorKind::Io => return Err(error),
             Err(error) => {
                 warn!(path = %checkpoint, %error, "cannot read the lineage of a checkpoint");
-                Found::Damage
+                damaged.push(branches.len());
+                None
             }
         });
     }
-    Ok(found
-        .into_iter()
-        .map(|found| match found {
-            Found::Branch(branch) => Some(branch),
-            Found::Damage => Some(newest.clone()),
-            Found::Nothing => None,
-        })
-        .collect())
-}
-
-/// The outcome of looking for the branch of a checkpoint.
-enum Found {
-    Branch(Branch),
-    Damage,
-    Nothing,
+    let newest = newest_branch(&branches);
+    for index in damaged {
+        branches[index] = Some(newest.clone());
+    }
+    Ok(branches)
 }
 
 /// Reads the lineage of a checkpoint; `None` if none was recorded.
@@ -77,8 +56,15 @@ fn read_lineage(checkpoint: &Location) -> Result<Option<Lineage>, FileError> {
     if checkpoint.local().is_some_and(Path::is_file) {
         return Ok(None);
     }
-    let directory = CheckedDirectory::open(checkpoint, true, Links::Refuse)?;
-    Ok(directory.lineage().cloned())
+    CheckedDirectory::read_lineage(checkpoint)
+}
+
+/// Returns the branch that a run continues: the newest of its checkpoints' branches, which
+/// [`read_branches`] has found.
+#[must_use]
+pub fn newest_branch(branches: &[Option<Branch>]) -> Branch {
+    let newest = branches.iter().flatten().max_by_key(|branch| branch.number);
+    newest.cloned().unwrap_or_default()
 }
 
 /// A checkpoint of a run, as [`list_chain`] found it.

@@ -37,7 +37,7 @@ use self::arithmetic::{
     steps_with_missing_ranks,
 };
 use self::exchange::exchange;
-use self::run_directory::{RunDirectory, make_private};
+use self::run_directory::{RunDirectory, make_private, name_in_tier};
 use crate::catalog::{RunPosition, StepCheckpoint};
 use crate::error::CheckpointError;
 use crate::local_state::LocalState;
@@ -103,6 +103,20 @@ impl MemoryTier {
             return None;
         }
         position_of_joined(path.name().file_name()?.to_str()?)
+    }
+
+    /// Returns the newest position of which this host has a part; `None` if it has none, or if the
+    /// tier cannot be read, which is only logged. No communication.
+    pub(crate) fn newest_on_host(&self) -> Option<RunPosition> {
+        let listed = name_in_tier(&self.run, false).and_then(|name| match name {
+            Some(name) => list_copies(&self.directory.join(name), self.group.rank()),
+            None => Ok(Vec::new()),
+        });
+        let copies = listed
+            .inspect_err(|error| warn!(%error, "cannot list the memory tier"))
+            .ok()?;
+        let positions = copies.iter().map(|copy| copy.part.memory_step.position);
+        positions.max()
     }
 
     /// Saves the state of a step. `position` and `left_step`, the newest step of the run that it

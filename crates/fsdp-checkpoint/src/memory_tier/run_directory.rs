@@ -84,7 +84,10 @@ impl RunDirectory {
 /// those who look into the tier, and a hash of the run's number and path. (A copy of the run's
 /// directory has the same number, but is another run.) A run that has no number yet gets one with
 /// `create`; without, this returns `None`.
-fn name_in_tier(run: &Location, create: bool) -> Result<Option<String>, CheckpointError> {
+pub(super) fn name_in_tier(
+    run: &Location,
+    create: bool,
+) -> Result<Option<String>, CheckpointError> {
     let file = run.join(RUN_FILE);
     if !create && !file.exists()? {
         return Ok(None);

@@ -119,6 +119,32 @@ fn a_run_that_went_back_continues_from_its_new_branch() {
     assert_eq!(restart(dir.path(), &options), (40, 0.4));
 }
 
+/// A path of a checkpoint of the run is that step, however it is spelled.
+#[test]
+fn steps_that_are_given_by_their_paths_are_on_the_branch_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&run, &link).unwrap();
+    let options = CheckpointerOptions::default();
+    save_steps(&run, &options, &[10, 20, 30]);
+    let left = process(&run, &options, |checkpointer, _| {
+        let mut live = state(0.0);
+        checkpointer.load(step_path(&link, 20), &mut live).unwrap();
+        let spelled = step_path(&run.join("..").join("run"), 25);
+        checkpointer.save(spelled, &state(0.25)).unwrap().left
+    });
+    assert_eq!(left, Some(30));
+    assert_eq!(restart(&run, &options), (25, 0.25));
+    // The new branch continues the steps up to the one that was loaded.
+    let kept = prune(run.as_path(), &keep_last(2)).unwrap();
+    assert_eq!(
+        kept.iter().map(|removed| removed.step).collect::<Vec<_>>(),
+        [10]
+    );
+    assert_eq!(steps(&run), [20, 25, 30]);
+}
+
 #[test]
 fn nothing_of_the_live_branch_is_removed_but_by_its_own_rule() {
     let dir = tempfile::tempdir().unwrap();
@@ -249,7 +275,8 @@ fn checkpoints_without_a_lineage_are_of_the_first_branch() {
 /// The memory tier has newer steps than the checkpoints. After going back they must not come back.
 #[test]
 fn the_memory_tier_does_not_bring_back_a_branch_that_was_left() {
-    for saves_to_memory in [false, true] {
+    // With a newer checkpoint beside the step in memory, and without one.
+    for (last, saves_to_memory) in [(30, false), (30, true), (20, false), (20, true)] {
         let dir = tempfile::tempdir().unwrap();
         let tier = tempfile::tempdir().unwrap();
         let run = dir.path().join("run");
@@ -258,8 +285,10 @@ fn the_memory_tier_does_not_bring_back_a_branch_that_was_left() {
             ..CheckpointerOptions::default()
         };
         process(&run, &options, |checkpointer, _| {
-            for step in [10, 20, 30] {
-                checkpointer.save(step, &state(step as f32)).unwrap();
+            for step in [10, 20, last] {
+                if !checkpointer.location(step).exists().unwrap() {
+                    checkpointer.save(step, &state(step as f32)).unwrap();
+                }
             }
             checkpointer.save_to_memory(33, &state(33.0)).unwrap();
         });
@@ -291,6 +320,29 @@ fn the_memory_tier_does_not_bring_back_a_branch_that_was_left() {
             });
             assert_eq!(restart(&run, &options), (step, step as f32 / 100.0));
         }
+    }
+}
+
+#[test]
+fn a_run_that_begins_anew_does_not_continue_from_a_step_that_is_in_memory_only() {
+    for has_checkpoint in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let tier = tempfile::tempdir().unwrap();
+        let options = CheckpointerOptions {
+            memory_tier: Some(tier.path().into()),
+            ..CheckpointerOptions::default()
+        };
+        process(dir.path(), &options, |checkpointer, _| {
+            if has_checkpoint {
+                checkpointer.save(3, &state(3.0)).unwrap();
+            }
+            checkpointer.save_to_memory(33, &state(33.0)).unwrap();
+        });
+        let left = process(dir.path(), &options, |checkpointer, _| {
+            checkpointer.save(5, &state(0.5)).unwrap().left
+        });
+        assert_eq!(left, Some(33));
+        assert_eq!(restart(dir.path(), &options), (5, 0.5));
     }
 }
 

@@ -10,7 +10,9 @@ use fsdp_digest::StateDigest;
 
 use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
-use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
+use super::integrity::{
+    FileIntegrity, INTEGRITY_FILE, Integrity, decode_lineage, integrity_beside,
+};
 use super::lineage::Lineage;
 use super::location::Location;
 use super::read_at::{ReadAt, read_file};
@@ -120,6 +122,18 @@ impl CheckedDirectory {
             }
         }
         Ok(last_integrity)
+    }
+
+    /// Reads the lineage that the integrity file of a directory has, and no more of that file where
+    /// the directory has only one.
+    pub(crate) fn read_lineage(location: &Location) -> Result<Option<Lineage>, FileError> {
+        let directory = Self::open(location, false, Links::Refuse)?;
+        if !directory.has(INTEGRITY_FILE)? {
+            let integrity = directory.read_directory_integrity()?;
+            return Ok(integrity.and_then(|integrity| integrity.lineage));
+        }
+        let bytes = directory.read_checked(INTEGRITY_FILE, MAX_INTEGRITY_BYTES)?;
+        decode_lineage(&bytes).map_err(|source| directory.file_error(INTEGRITY_FILE, source))
     }
 
     /// Reads the integrity file of this name.

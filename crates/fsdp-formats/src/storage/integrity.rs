@@ -212,6 +212,13 @@ struct DigestLine {
     digests: StateDigest,
 }
 
+/// The same line, of which only the lineage is read.
+#[derive(Deserialize)]
+struct LineageLine {
+    #[serde(default)]
+    lineage: Option<Lineage>,
+}
+
 /// The last line: a hash of all bytes before it.
 #[derive(PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -312,36 +319,10 @@ impl Integrity {
 
     /// Reads an integrity file. Every bit of it counts: any change is an error.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        check_limit(
-            "integrity file length",
-            bytes.len() as u64,
-            MAX_INTEGRITY_BYTES,
-        )?;
-        // The last line is checked first: nothing else is believed before its hash.
-        let body = bytes
-            .strip_suffix(b"\n")
-            .ok_or_else(|| malformed("it is cut short"))?;
-        let last_line = body.rsplit(|&byte| byte == b'\n').next();
-        let hash: HashLine = parse_line(last_line)?;
-        let hashed_bytes = &body[..body.len() - last_line.map_or(0, <[u8]>::len)];
-        if hash != HashLine::new(hashed_bytes) {
-            return Err(malformed(
-                "its own hash differs: it was damaged, or changed by hand",
-            ));
-        }
-        let mut all_lines = hashed_bytes.split(|&byte| byte == b'\n');
-        let header: HeaderLine = parse_line(all_lines.next())?;
-        // A later version may mean other hashes by the same lines.
-        if header.format != "fsdp-integrity"
-            || header.version > INTEGRITY_VERSION
-            || header.hash != "xxh3-64"
-        {
-            return Err(FormatError::unsupported(format!(
-                "integrity file version {} with hash `{}`",
-                header.version, header.hash
-            )));
-        }
-        let mut lines = all_lines.filter(|line| !line.is_empty());
+        let (header, other_lines) = check_own_hash(bytes)?;
+        let mut lines = other_lines
+            .split(|&byte| byte == b'\n')
+            .filter(|line| !line.is_empty());
         let mut files = BTreeMap::new();
         for line in lines.by_ref().take(header.files) {
             let line: FileLine<'_> = parse_line(Some(line))?;
@@ -396,6 +377,53 @@ impl Integrity {
     }
 }
 
+/// Checks the hash that an integrity file has of itself, and its version. Returns its header, and
+/// the lines between the header and that hash.
+fn check_own_hash(bytes: &[u8]) -> Result<(HeaderLine, &[u8]), FormatError> {
+    check_limit(
+        "integrity file length",
+        bytes.len() as u64,
+        MAX_INTEGRITY_BYTES,
+    )?;
+    // The last line is checked first: nothing else is believed before its hash.
+    let body = bytes
+        .strip_suffix(b"\n")
+        .ok_or_else(|| malformed("it is cut short"))?;
+    let last_line = body.rsplit(|&byte| byte == b'\n').next();
+    let hash: HashLine = parse_line(last_line)?;
+    let hashed_bytes = &body[..body.len() - last_line.map_or(0, <[u8]>::len)];
+    if hash != HashLine::new(hashed_bytes) {
+        return Err(malformed(
+            "its own hash differs: it was damaged, or changed by hand",
+        ));
+    }
+    let mut lines = hashed_bytes.splitn(2, |&byte| byte == b'\n');
+    let header: HeaderLine = parse_line(lines.next())?;
+    // A later version may mean other hashes by the same lines.
+    if header.format != "fsdp-integrity"
+        || header.version > INTEGRITY_VERSION
+        || header.hash != "xxh3-64"
+    {
+        return Err(FormatError::unsupported(format!(
+            "integrity file version {} with hash `{}`",
+            header.version, header.hash
+        )));
+    }
+    Ok((header, lines.next().unwrap_or_default()))
+}
+
+/// Reads only the lineage of an integrity file; `None` if it has none. The file's own hash is
+/// checked, but its hashes of other files, which are many, are not looked at.
+pub(crate) fn decode_lineage(bytes: &[u8]) -> Result<Option<Lineage>, FormatError> {
+    let (header, lines) = check_own_hash(bytes)?;
+    if header.version == WITHOUT_DIGESTS {
+        return Ok(None);
+    }
+    let lines = lines.strip_suffix(b"\n").unwrap_or(lines);
+    let digest_line: LineageLine = parse_line(lines.rsplit(|&byte| byte == b'\n').next())?;
+    Ok(digest_line.lineage)
+}
+
 #[cfg(test)]
 mod tests {
     use fsdp_layout::PlainValue;
@@ -442,8 +470,10 @@ mod tests {
     #[test]
     fn survives_and_finds_the_block_of_each_byte() {
         let integrity = sample();
-        let read = Integrity::decode(&integrity.encode().unwrap()).unwrap();
+        let bytes = integrity.encode().unwrap();
+        let read = Integrity::decode(&bytes).unwrap();
         assert_eq!(read, integrity);
+        assert_eq!(decode_lineage(&bytes).unwrap(), integrity.lineage);
         let file = &read.files["__0_0.distcp"];
         let block = block_length(5 << 20);
         assert_eq!(block, 65536);
@@ -482,6 +512,7 @@ mod tests {
             let decoded = Integrity::decode(&flipped);
             // A flip may only change how the hash is spelled (`A` for `a`), never what is checked.
             assert!(decoded.is_err(), "bit {bit}");
+            assert!(decode_lineage(&flipped).is_err(), "bit {bit}");
         }
         for end in 0..bytes.len() {
             assert!(
@@ -510,6 +541,7 @@ mod tests {
         let read = Integrity::decode(before(1).as_bytes()).unwrap();
         assert_eq!((read.digests.clone(), read.files["a"].length()), (None, 5));
         assert_eq!(read.encode().unwrap(), before(1).into_bytes());
+        assert_eq!(decode_lineage(before(1).as_bytes()).unwrap(), None);
         assert!(Integrity::decode(before(2).as_bytes()).is_err());
         assert!(matches!(
             Integrity::decode(before(3).as_bytes()),
