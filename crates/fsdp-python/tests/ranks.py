@@ -1,6 +1,7 @@
 """What a rank of the tests in `test_ranks.py` does: a process with gloo."""
 
 import gc
+import os
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ def run(rank, ranks, store, outcomes, path, verbs, rows=64):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
+    # A path may be another on each rank.
+    path = os.fspath(path).replace("RANK", str(rank))
     writer = StorageWriter(path)
     for verb, value in verbs:
         tensor = whole(value, rows)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import time
 
 import fsdp_checkpoint as fc
@@ -24,20 +25,20 @@ def processes():
     return context
 
 
-def start(processes, tmp_path, ranks, verbs, rows=64):
+def start(processes, tmp_path, ranks, verbs, rows=64, name="last"):
     """Start the ranks of a job, and return them and the queue of what they tell."""
     outcomes = processes.Queue()
     store = tmp_path / f"store-{time.monotonic_ns()}"
-    arguments = [(rank, ranks, store, outcomes, tmp_path / "last", verbs, rows) for rank in range(ranks)]
+    arguments = [(rank, ranks, store, outcomes, tmp_path / name, verbs, rows) for rank in range(ranks)]
     job_ranks = [processes.Process(target=job.run, args=of_rank, daemon=True) for of_rank in arguments]
     for rank in job_ranks:
         rank.start()
     return job_ranks, outcomes
 
 
-def run(processes, tmp_path, ranks, verbs):
+def run(processes, tmp_path, ranks, verbs, **others):
     """Run a job, and return how each verb ended, by rank."""
-    job_ranks, outcomes = start(processes, tmp_path, ranks, verbs)
+    job_ranks, outcomes = start(processes, tmp_path, ranks, verbs, **others)
     ended = {verb: {} for verb, _ in verbs}
     while any(len(of_verb) < ranks for of_verb in ended.values()):
         rank, verb, outcome = outcomes.get(timeout=SECONDS)
@@ -67,6 +68,20 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_the_old_one_stays(processes
     ]  # fmt: skip
     # Another number of ranks.
     assert run(processes, tmp_path, 2, [("load", 5)]) == {"load": {0: "done", 1: "done"}}
+
+
+def test_ranks_that_find_different_checkpoints_load_none(processes, tmp_path):
+    for rank, value in [(0, 5), (1, 5), (2, 6)]:
+        run(processes, tmp_path, 3, [("save", value)], name=f"host-{rank}")
+    ended = run(processes, tmp_path, 3, [("load", 5)], name="host-RANK")
+    # Even two saves of the same values are two checkpoints.
+    for outcome in ended["load"].values():
+        assert "rank 1 reads another checkpoint" in outcome and "host-0" in outcome
+    shutil.rmtree(tmp_path / "host-1")
+    shutil.rmtree(tmp_path / "host-2")
+    for rank in (1, 2):
+        shutil.copytree(tmp_path / "host-0", tmp_path / f"host-{rank}")
+    assert set(run(processes, tmp_path, 3, [("load", 5)], name="host-RANK")["load"].values()) == {"done"}
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import hashlib
 import io
 import os
 import pickle
@@ -47,7 +48,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _native
 from ._load import bytes_of, listing, opaque_error
 from ._place import Place
-from .errors import UnsafeError, UsageError
+from .errors import DifferenceError, UnsafeError, UsageError
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -349,6 +350,7 @@ class StorageReader(_Storage, storage.StorageReader):
         self.run_pickles = run_pickles
         self._checkpoint: _native.Checkpoint | None = None
         self._metadata: Metadata | None = None
+        self._metadata_hash = ""
         self._failure: Exception | None = None
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
@@ -373,7 +375,9 @@ class StorageReader(_Storage, storage.StorageReader):
     def _read_metadata(self) -> Metadata:
         # Each load begins here, and must see what is at the path now. torch calls `reset` for a new `checkpoint_id` only.
         self._checkpoint = None
-        metadata: Metadata = pickle.loads(self._opened().metadata())
+        encoded = self._opened().metadata()
+        self._metadata_hash = hashlib.sha256(encoded).hexdigest()
+        metadata: Metadata = pickle.loads(encoded)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = str(uuid.uuid4())
@@ -387,11 +391,19 @@ class StorageReader(_Storage, storage.StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+        """Return the plan with a hash of the metadata that this rank has read, for :meth:`prepare_global_plan`."""
+        return dataclasses.replace(plan, storage_data=self._metadata_hash)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the plans unchanged, if all ranks read the same checkpoint.
+
+        Raises:
+            DifferenceError: A rank has another checkpoint at its path, as after a save that not all hosts see.
+        """
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != plans[0].storage_data:
+                message = f"rank {rank} reads another checkpoint at `{self.path}` than rank 0"
+                raise DifferenceError(f"{message}: every rank must see the same storage, and nothing may save there meanwhile")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
