@@ -5,6 +5,7 @@ use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
+use fsdp_layout::count_text;
 use fsdp_tools::convert::View;
 use fsdp_tools::diff::{self, DiffOptions, Difference, Tolerance};
 use fsdp_tools::map::Mapped;
@@ -151,7 +152,8 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     // The verdict is for people; scripts look at the exit code.
     if differences.is_empty() {
-        output::print_message(&format!("equal: {compared} tensors and values"));
+        let compared = count_text(compared, "tensor or value", "tensors and values");
+        output::print_message(&format!("equal: {compared}"));
         return Ok(());
     }
     bail!(difference_error(format!(
@@ -215,8 +217,8 @@ impl DifferenceRow {
                 elements = Some(*count);
                 max_abs = *max;
                 let extent = or_word(max.map(|max| format!(", by at most {max:e}")), "");
-                let description =
-                    format!("{count} elements differ{extent}, the first at position {first}");
+                let elements = count_text(*count as usize, "element differs", "elements differ");
+                let description = format!("{elements}{extent}, the first at position {first}");
                 ("elements", description)
             }
             Difference::Container { first, second } => {

@@ -8,12 +8,12 @@ use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::metadata::{Chunk, Entry, StorageInfo, TensorEntry};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::{FileError, Location};
-use fsdp_layout::DType;
+use fsdp_layout::{DType, count_text};
 use serde::Serialize;
 
 use crate::natural;
 use crate::output;
-use crate::text::{bytes_text, column_widths, count_text, escaped, or_word};
+use crate::text::{bytes_text, column_widths, escaped, or_word};
 use crate::tree::tree_lines;
 
 /// Options of `fsdp inspect`.
@@ -359,7 +359,8 @@ impl Tensor {
             return self.boxes.len().to_string();
         }
         if boxes_with_rank < self.boxes.len() || ranks.len() > MAX_RANKS_IN_LINE {
-            return format!("{} on {} ranks", self.boxes.len(), ranks.len());
+            let ranks = count_text(ranks.len(), "rank", "ranks");
+            return format!("{} on {ranks}", self.boxes.len());
         }
         let counts: Vec<String> = ranks
             .iter()

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::metadata::Metadata;
+use fsdp_layout::path::has_empty_part;
 use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
@@ -176,11 +177,6 @@ impl<'a> Keys<'a> {
         }
         selected.iter().try_for_each(|key| self.check_new_key(key))
     }
-}
-
-/// Returns `true` for a key with an empty part, which a dot too many or too few makes.
-fn has_empty_part(key: &str) -> bool {
-    key.split('.').any(str::is_empty)
 }
 
 /// Returns `true` if two texts, put together, make one word of two.

@@ -6,11 +6,11 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, StepOfRun, list_steps};
 use fsdp_formats::lineage::{newest_branch, read_branches};
 use fsdp_formats::reader::OpenOptions;
-use fsdp_layout::with_causes;
+use fsdp_layout::{count_text, with_causes};
 use serde::Serialize;
 use serde_json::json;
 
-use crate::text::{bytes_text, count_text, escaped};
+use crate::text::{bytes_text, escaped};
 use crate::{inspect, output};
 
 /// Options of `fsdp ls`.

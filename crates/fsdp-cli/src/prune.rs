@@ -7,13 +7,14 @@ use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_
 use fsdp_formats::lineage::{newest_branch, read_branches};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
+use fsdp_layout::count_text;
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use serde_json::{Value, json};
 
 use crate::failure::usage_error;
 use crate::ls::no_checkpoints_text;
 use crate::output;
-use crate::text::{count_text, escaped};
+use crate::text::escaped;
 
 /// Options of `fsdp prune`.
 #[derive(Debug, Args)]

@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::storage::Durable;
+use fsdp_layout::count_text;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde_json::{Value, json};
 
@@ -153,7 +154,8 @@ fn progress_over(path: &Location, work: &Work) -> Progress {
 
 /// Returns a line about the files that a signature vouches for.
 pub(crate) fn signed_line(signed: &Signed) -> String {
-    format!("{:<9} {} files, key {}", "signed", signed.files, signed.key)
+    let files = count_text(signed.files, "file", "files");
+    format!("{:<9} {files}, key {}", "signed", signed.key)
 }
 
 /// Reads the file of a key.

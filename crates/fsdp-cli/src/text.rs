@@ -74,11 +74,6 @@ pub(crate) fn choice_name(choice: &impl ValueEnum) -> String {
     value.get_name().to_owned()
 }
 
-/// Formats a count with the word for what is counted.
-pub(crate) fn count_text(number: usize, one: &str, many: &str) -> String {
-    format!("{number} {}", if number == 1 { one } else { many })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

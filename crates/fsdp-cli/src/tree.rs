@@ -3,6 +3,8 @@
 use std::cmp::Ordering;
 
 use crate::natural;
+use fsdp_layout::count_text;
+
 use crate::text::{bytes_text, escaped};
 
 /// Deeper than this, indentation says nothing.
@@ -74,7 +76,10 @@ fn close_nodes(path: &mut Vec<Node<'_>>, depth: usize, lines: &mut Vec<String>) 
         let Node { tensors, bytes, .. } = node;
         lines.push(match node.leaf {
             Some(description) => format!("{indent}{name}  {description}"),
-            None => format!("{indent}{name} ({tensors} tensors, {})", bytes_text(bytes)),
+            None => {
+                let tensors = count_text(tensors, "tensor", "tensors");
+                format!("{indent}{name} ({tensors}, {})", bytes_text(bytes))
+            }
         });
         if let Some(parent) = path.last_mut() {
             parent.tensors += tensors;
@@ -97,9 +102,9 @@ mod tests {
             [
                 ". (2 tensors, 16 B)",
                 "  h (2 tensors, 16 B)",
-                "    2 (1 tensors, 8 B)",
+                "    2 (1 tensor, 8 B)",
                 "      w  float32 [2]",
-                "    10 (1 tensors, 8 B)",
+                "    10 (1 tensor, 8 B)",
                 "      w  float32 [2]",
                 "  step  value",
             ]

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
-use fsdp_layout::ErrorKind;
+use fsdp_layout::{ErrorKind, count_text};
 use fsdp_tools::elements::Census;
 use fsdp_tools::sign::Signed;
 use fsdp_tools::verify::{self, Level, Problem, Report, VerifyOptions};
@@ -158,11 +158,11 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     } else {
         (exit_codes::CORRUPT, "is damaged")
     };
-    let count = problems.len();
+    let problems = count_text(problems.len(), "problem", "problems");
     let first_problem = problem_text(first_problem);
     bail!(CommandError {
         exit_code,
-        message: format!("`{path}` {verdict}: {count} problems, the first: {first_problem}"),
+        message: format!("`{path}` {verdict}: {problems}, the first: {first_problem}"),
         hint: None,
     })
 }
@@ -280,12 +280,12 @@ fn report_lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
     } else {
         "no hashes"
     };
-    let Report {
-        tensors, values, ..
-    } = report;
-    let mut line = format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}");
+    let tensors = count_text(report.tensors, "tensor", "tensors");
+    let values = count_text(report.values, "value", "values");
+    let mut line = format!("{verdict:<9} {tensors}, {values}, {hashes}");
     if report.digests > 0 {
-        line.push_str(&format!(", {} digests", report.digests));
+        let digests = count_text(report.digests, "digest", "digests");
+        line.push_str(&format!(", {digests}"));
     }
     lines.push(format!("{line}, {} read", bytes_text(report.bytes_read)));
     lines

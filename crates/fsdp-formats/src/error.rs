@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use fsdp_digest::DigestError;
+use fsdp_layout::count_text;
 use thiserror::Error;
 
 use crate::budget::OverBudget;
@@ -18,7 +19,7 @@ use crate::plan::{LoadPlanError, SavePlanError};
 #[non_exhaustive]
 pub enum FormatError {
     /// The operating system refused, or the file ends too early.
-    #[error("failed to read {length} bytes at byte {offset}")]
+    #[error("failed to read {} at byte {offset}", count_text(*length as usize, "byte", "bytes"))]
     Read {
         /// First byte wanted.
         offset: u64,
@@ -201,7 +202,7 @@ pub enum FileError {
         reason: &'static str,
     },
     /// Files of the checkpoint are missing.
-    #[error("`{}` lacks {}", path.display(), listed(files, " files", |file| format!("`{file}`")))]
+    #[error("`{}` lacks {}", path.display(), listed(files, |file| format!("`{file}`")))]
     MissingFiles {
         /// The checkpoint.
         path: PathBuf,
@@ -341,7 +342,7 @@ pub enum FileError {
     #[error(
         "the contents of `{}` are not those that were saved: {} {} not the recorded digest",
         path.display(),
-        listed(names, "", |name| format!("`{name}`")),
+        listed(names, |name| format!("`{name}`")),
         if names.len() == 1 { "has" } else { "have" }
     )]
     Digests {
@@ -372,7 +373,7 @@ pub enum FileError {
     /// so they cannot be written in another format.
     #[error(
         "cannot write opaque values (objects that only running code could build, and kinds of data that are not read): {}",
-        listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
+        listed(values, |(key, of)| format!("`{key}` ({of})"))
     )]
     Opaque {
         /// Their flat keys, and the type of each.
@@ -409,15 +410,15 @@ pub fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
 }
 
 /// Returns the first few of some items for a message, as `show` writes each, and how many more
-/// there are of this kind.
-pub(crate) fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
+/// there are.
+pub(crate) fn listed<T>(items: &[T], show: impl Fn(&T) -> String) -> String {
     // A checkpoint may have a million keys, of which a message can only give an impression.
     const LISTED: usize = 4;
     let names: Vec<String> = items.iter().take(LISTED).map(show).collect();
     let first = names.join(", ");
     match items.len().saturating_sub(LISTED) {
         0 => first,
-        more => format!("{first} and {more} more{kind}"),
+        more => format!("{first} and {more} more"),
     }
 }
 

@@ -224,7 +224,7 @@ fn unknown_torch_files(names: &[String]) -> Option<String> {
     if files.is_empty() || names.iter().any(|name| is_data_of_dcp(name)) {
         return None;
     }
-    let files = listed(&files, " files", |name| format!("`{name}`"));
+    let files = listed(&files, |name| format!("`{name}`"));
     Some(format!(
         "a directory with {files}, whose names tell no format (name a file that has all; rename those of ranks as \
          `model_world_size_4_rank_0.pt` or `model_rank0.bin`),"

@@ -1,6 +1,6 @@
 //! Short texts of values for messages, in Python's notation.
 
-use fsdp_layout::{PlainValue, PythonType};
+use fsdp_layout::{PlainValue, PythonType, count_text};
 
 /// The maximum length of a text in bytes. Longer ones are cut off.
 const MAX_BYTES: usize = 200;
@@ -33,7 +33,7 @@ fn append_value(value: &PlainValue, text: &mut String) {
             let start: String = string.chars().take(MAX_BYTES).collect();
             text.push_str(&format!("{start:?}"));
         }
-        PlainValue::Bytes(bytes) => text.push_str(&format!("{} bytes", bytes.len())),
+        PlainValue::Bytes(bytes) => text.push_str(&count_text(bytes.len(), "byte", "bytes")),
         PlainValue::List(items) => append_items("[", items, "]", text),
         PlainValue::Tuple(items) if items.len() == 1 => append_items("(", items, ",)", text),
         PlainValue::Tuple(items) => append_items("(", items, ")", text),

@@ -18,6 +18,7 @@
 //! | [`failure`] | kinds of failure, which errors keep when they are sent to other ranks |
 
 pub mod boxes;
+mod count;
 pub mod cover;
 pub mod dtype;
 pub mod failure;
@@ -30,6 +31,7 @@ pub mod shard;
 pub mod value;
 
 pub use boxes::{CopyRun, TensorBox};
+pub use count::count_text;
 pub use dtype::DType;
 pub use failure::{ErrorKind, Failure, with_causes};
 pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};

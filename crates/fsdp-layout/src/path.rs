@@ -23,6 +23,12 @@ impl fmt::Display for PathPart {
     }
 }
 
+/// Returns `true` for a flat key with an empty part, which a dot too many or too few makes.
+#[must_use]
+pub fn has_empty_part(key: &str) -> bool {
+    key.split('.').any(str::is_empty)
+}
+
 /// The path from the root of a state dict to a value: torch's `planner_data` tuple.
 ///
 /// ```

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, bail};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::storage::{self, Durable};
-use fsdp_layout::DType;
+use fsdp_layout::{DType, count_text};
 use fsdp_tools::convert::{
     ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
 };
@@ -24,7 +24,6 @@ use crate::map::StoredWeights;
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
-use crate::text::count_text;
 
 pub(crate) use self::arguments::{ConvertArguments, MergeArguments, ReshardArguments};
 
@@ -76,17 +75,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let map = arguments.map.read_map(&places)?;
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
-        Some(mapped) => {
-            let unmatched = mapped.unmatched();
-            if !unmatched.is_empty() {
-                let key_count = count_text(unmatched.len(), "key matches", "keys match");
-                output::print_message(&format!(
-                    "{key_count} no rule of the map, and stay as they are:"
-                ));
-                output::print_keys_message(unmatched);
-            }
-            mapped
-        }
+        Some(mapped) => mapped,
         None => &view,
     };
     // The cast comes last, so that each element is cast once, wherever a map puts it.
@@ -151,12 +140,6 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         let average = Average::new(sources, &arguments.weight)?;
         if let Some(model_directory) = destination.model_directory {
             average.check_configuration(model_directory)?;
-        }
-        let first_keys: Vec<&str> = average.taken_from_first().collect();
-        if !first_keys.is_empty() {
-            let key_count = count_text(first_keys.len(), "key is", "keys are");
-            output::print_message(&format!("{key_count} taken from the first checkpoint:"));
-            output::print_keys_message(&first_keys);
         }
         return write_checkpoint(&average, &destination);
     };

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use fsdp_formats::checkpoint::{Change, Checkpoint};
 use fsdp_formats::metadata::Metadata;
+use fsdp_layout::count_text;
 use fsdp_tools::convert::Converted;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
 use serde::Serialize;
@@ -12,7 +13,7 @@ use super::destination::Destination;
 use crate::inspect;
 use crate::natural;
 use crate::output;
-use crate::text::{bytes_text, count_text, escaped};
+use crate::text::{bytes_text, escaped};
 
 const SCHEMA: u32 = 1;
 
@@ -168,7 +169,8 @@ impl<'a> WriteReport<'a> {
             Some(TensorParallelReport {
                 ranks, most_bytes, ..
             }) => format!(
-                " in parts for {ranks} ranks of at most {}",
+                " in parts for {} of at most {}",
+                count_text(*ranks, "rank", "ranks"),
                 bytes_text(*most_bytes)
             ),
             None => String::new(),
@@ -196,29 +198,34 @@ impl<'a> WriteReport<'a> {
         let format = &self.destination.format_name;
         let conversion = &self.conversion;
         if let Some(file) = &conversion.aside_file {
-            let is_dry_run = self.destination.writing.dry_run;
-            let verb = if is_dry_run { "would be" } else { "are" };
-            let description = format!("values that `{format}` cannot hold {verb} in `{file}`:");
-            talk_list(&conversion.aside, &description);
+            let verb = match (self.destination.writing.dry_run, conversion.aside.len()) {
+                (true, _) => "would be",
+                (false, 1) => "is",
+                (false, _) => "are",
+            };
+            let description = format!("that `{format}` cannot hold {verb} in `{file}`");
+            talk_list(&conversion.aside, ["value", "values"], &description);
         }
         talk_list(
             &conversion.quantized,
-            "quantized tensors were written as integers, with a value `KEY.quantizer` for each:",
+            ["quantized tensor was", "quantized tensors were"],
+            "written as integers, with a value `KEY.quantizer` for each",
         );
         talk_list(
             &conversion.stored_as_bytes,
-            "tensors of dtypes that safetensors lacks were stored as bytes, which other programs read as `U8`:",
+            ["tensor", "tensors"],
+            "of dtypes that safetensors lacks became bytes, which other programs read as `U8`",
         );
         talk_list(
             &conversion.containers,
+            ["place", "places"],
             &format!(
-                "places of the state dict that `{format}` cannot tell (keys become text, tuples \
-                 lists, empty dicts go):"
+                "of the state dict that `{format}` cannot tell (keys become text, tuples lists, empty \
+                 dicts go)"
             ),
         );
-        let is_one = self.dropped_keys.len() == 1;
-        let items = if is_one { "item was" } else { "items were" };
-        talk_list(&self.dropped_keys, &format!("opaque {items} left out:"));
+        let items = ["opaque item was", "opaque items were"];
+        talk_list(&self.dropped_keys, items, "left out");
         talk_names("copied", &conversion.copied);
         talk_names("left behind:", &conversion.left_behind);
         let notes = format!("notes in the header that `{format}` cannot hold:");
@@ -236,12 +243,13 @@ fn change_json(change: &Change) -> Value {
 }
 
 /// Writes the number of some keys and what they are to stderr, and a line for each; nothing if
-/// there are none.
-fn talk_list(keys: &[String], description: &str) {
+/// there are none. The first word is for one key, the second for several.
+fn talk_list(keys: &[String], [one, many]: [&str; 2], description: &str) {
     if keys.is_empty() {
         return;
     }
-    output::print_message(&format!("{} {description}", keys.len()));
+    let count = count_text(keys.len(), one, many);
+    output::print_message(&format!("{count} {description}:"));
     for key in keys {
         output::print_message(&format!("  {}", escaped(key)));
     }

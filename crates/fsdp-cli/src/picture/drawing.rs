@@ -1,13 +1,14 @@
 //! The picture as SVG and HTML.
 
 use fsdp_formats::metadata::TensorEntry;
+use fsdp_layout::count_text;
 
 use super::files::CheckpointFiles;
 use super::raster::Cell;
 use super::terminal::cut_text;
 use crate::markup::{escape, shortened};
 use crate::svg::{Area, Picture};
-use crate::text::{bytes_text, count_text};
+use crate::text::bytes_text;
 
 /// The most cells across a tensor.
 const COLUMNS: usize = 96;
@@ -86,13 +87,15 @@ fn draw(
             height: 14.0,
         };
         picture.rectangle(bar, &file_fill(position as u32), "");
-        let description = format!("{}, {} boxes", bytes_text(file.bytes), file.boxes);
+        let boxes = count_text(file.boxes as usize, "box", "boxes");
+        let description = format!("{}, {boxes}", bytes_text(file.bytes));
         picture.text((NOTES_LEFT, y), "class=\"soft\"", &description, "");
         y += LINE_HEIGHT;
     }
     if checkpoint_files.files.len() > MAX_FILES {
         let more_files = checkpoint_files.files.len() - MAX_FILES;
-        draw_label(picture, &format!("… and {more_files} more files"), y);
+        let more_files = count_text(more_files, "more file", "more files");
+        draw_label(picture, &format!("… and {more_files}"), y);
         y += LINE_HEIGHT;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
@@ -104,7 +107,8 @@ fn draw(
     }
     if tensors.len() > max_tensors {
         let hidden_tensors = tensors.len() - max_tensors;
-        draw_label(picture, &format!("… and {hidden_tensors} more tensors"), y);
+        let hidden_tensors = count_text(hidden_tensors, "more tensor", "more tensors");
+        draw_label(picture, &format!("… and {hidden_tensors}"), y);
         y += LINE_HEIGHT;
     }
     y

@@ -1,11 +1,12 @@
 //! The picture as lines of text.
 
 use fsdp_formats::metadata::TensorEntry;
+use fsdp_layout::count_text;
 
 use super::files::CheckpointFiles;
 use super::raster::Cell;
 use crate::markup::shortened;
-use crate::text::{bytes_text, column_widths, count_text, escaped};
+use crate::text::{bytes_text, column_widths, escaped};
 
 /// The most cells across a tensor.
 const COLUMNS: usize = 40;

@@ -3,13 +3,14 @@
 use std::time::{Duration, UNIX_EPOCH};
 
 use fsdp_formats::lineage::{Link, Note};
+use fsdp_layout::count_text;
 
 use super::chart::curve_picture;
 use super::history::History;
 use super::metrics::Metrics;
 use super::series::Series;
 use crate::markup::{escape, page};
-use crate::text::{bytes_text, count_text, or_word};
+use crate::text::{bytes_text, or_word};
 
 /// The checkpoints that are listed, the newest.
 const MAX_CHECKPOINTS: usize = 200;

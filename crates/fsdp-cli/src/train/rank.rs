@@ -13,7 +13,7 @@ use candle_core::{DType, Device};
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::formats::digest::Digest;
 use fsdp::formats::lineage::DataPosition;
-use fsdp::layout::{ErrorKind, Failure};
+use fsdp::layout::{ErrorKind, Failure, count_text};
 use fsdp::nn::{GradScalerOptions, MixedPrecision, NnError};
 use fsdp::prelude::*;
 use fsdp::state::StateError;
@@ -302,12 +302,11 @@ impl Rank<'_> {
         for fqn in parameters.fqns() {
             parameter_count += parameters.shape(fqn)?.iter().product::<usize>() as u64;
         }
-        let ranks = self.run.model.group().world_size();
-        let threads = self.job.threads_per_rank;
+        let ranks = count_text(self.run.model.group().world_size(), "rank", "ranks");
+        let threads = count_text(self.job.threads_per_rank, "CPU thread", "CPU threads");
         let strategy = parameters.strategy();
-        let mut line = format!(
-            "{parameter_count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each)"
-        );
+        let mut line =
+            format!("{parameter_count} parameters on {ranks} ({strategy}, {threads} each)");
         let resumed_from = self
             .job
             .origin

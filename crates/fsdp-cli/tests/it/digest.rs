@@ -253,7 +253,7 @@ fn other_elements_have_other_digests() {
     fsdp(&["diff", &plain, &changed, "--full"])
         .assert()
         .code(17)
-        .stdout(contains("1 elements differ"));
+        .stdout(contains("1 element differs"));
     fsdp(&["verify", &changed, "--level", "deep"])
         .assert()
         .code(10)

@@ -281,7 +281,7 @@ fn a_map_renames_and_cuts_and_diff_follows_it() {
     fsdp(&convert)
         .assert()
         .success()
-        .stderr(contains("2 keys match no rule").and(contains("up.bias")));
+        .stderr(contains("2 keys matched no rule").and(contains("up.bias")));
     fsdp(&["diff", &source, &to]).assert().code(17);
     let diff = ["diff", &source, &to, "--map", &map, "--set", "heads=2"];
     fsdp(&diff).assert().success().stderr(contains("equal: 6"));

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::{DType, TensorBox, count_text};
 
 use crate::error::FormatError;
 use crate::limits::{MAX_OBJECT_BYTES, check_limit};
@@ -173,7 +173,10 @@ impl StoredTensor {
         let record = directory.get(&name)?;
         if record.length < tensor.storage_bytes {
             return Err(FormatError::unexpected(
-                format!("a storage of {} bytes", tensor.storage_bytes),
+                format!(
+                    "a storage of {}",
+                    count_text(tensor.storage_bytes as usize, "byte", "bytes")
+                ),
                 format!("one of {}", record.length),
             ));
         }

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, count_text};
 
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
 use super::state::{Shapes, add_rest, model_path, param_shapes, shared_parameters, state_path};
@@ -149,7 +149,8 @@ impl Shards {
         check_ranks(directory, &optimizer_files, world_size, OPTIM_END)?;
         if file_count != world_size {
             return Err(first_rank.malformed(format!(
-                "it is of {world_size} ranks, and there are files of {file_count}"
+                "it is of {}, and there are files of {file_count}",
+                count_text(world_size, "rank", "ranks")
             )));
         }
         // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for
@@ -204,9 +205,9 @@ impl Shards {
         for (file, lengths) in self.optimizer_files.iter().zip(&lengths) {
             if lengths.len() > groups.len() {
                 return Err(file.malformed(format!(
-                    "it has {} flat tensors for {} groups of parameters",
-                    lengths.len(),
-                    groups.len()
+                    "it has {} for {} of parameters",
+                    count_text(lengths.len(), "flat tensor", "flat tensors"),
+                    count_text(groups.len(), "group", "groups")
                 )));
             }
         }
@@ -271,7 +272,8 @@ impl Shards {
                 - flat_position;
             if unused >= 2 * self.optimizer_files.len() * ALIGNMENT {
                 return Err(self.optimizer_files[0].malformed(format!(
-                    "group {group} has {unused} elements more than its parameters"
+                    "group {group} has {} than its parameters",
+                    count_text(unused, "element more", "elements more")
                 )));
             }
         }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::DType;
+use fsdp_layout::{DType, count_text};
 
 use crate::metadata::Metadata;
 
@@ -33,8 +33,8 @@ impl Change {
     /// Returns the line that tells it, without the names: `2 tensors became …`.
     #[must_use]
     pub fn line(&self) -> String {
-        let plural = if self.names.len() == 1 { "" } else { "s" };
-        format!("{} {}{plural} {}", self.names.len(), self.noun, self.what)
+        let count = count_text(self.names.len(), self.noun, &format!("{}s", self.noun));
+        format!("{count} {}", self.what)
     }
 }
 

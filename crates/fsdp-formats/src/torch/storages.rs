@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use fsdp_layout::count_text;
+
 use super::Result;
 use crate::error::FormatError;
 use crate::formats::assembled::StorageStart;
@@ -39,7 +41,10 @@ impl Storages {
             }
         };
         if length < bytes {
-            let expected = format!("a storage of {bytes} bytes");
+            let expected = format!(
+                "a storage of {}",
+                count_text(bytes as usize, "byte", "bytes")
+            );
             let found = format!("one of {length}");
             return Err(FormatError::unexpected(expected, found));
         }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use fsdp_digest::{Digest, Sum};
-use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
+use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox, count_text};
 
 use super::Result;
 use super::numpy::{NumpyRef, write_numpy};
@@ -162,7 +162,7 @@ impl<'v> ValueWriter<'_, 'v> {
                 "the bytes of a `{}` tensor of shape {:?}",
                 tensor.dtype, tensor.shape
             );
-            let found = format!("{} bytes", tensor.data.len());
+            let found = count_text(tensor.data.len(), "byte", "bytes");
             return Err(FormatError::unexpected(expected, found));
         }
         let key = self.first_storage + self.tensors.len();

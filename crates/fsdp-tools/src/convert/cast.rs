@@ -1,6 +1,7 @@
 //! Casts of dtypes in a conversion: which tensors are cast, and how elements are rounded.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::AddAssign;
 use std::sync::{Mutex, PoisonError};
 
 use fsdp_formats::checkpoint::Change;
@@ -254,49 +255,122 @@ impl<'m> Optimizers<'m> {
     }
 }
 
-/// The numbers of elements that became infinite while they were read: by the key of the tensor, and
-/// by the box, because some boxes are read more than once.
-#[derive(Debug, Default)]
-pub(super) struct Overflows(Mutex<BTreeMap<String, HashMap<TensorBox, u64>>>);
+/// The numbers of elements that a change of dtype has lost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct LostElements {
+    /// Finite ones that became infinite.
+    pub(crate) infinite: u64,
+    /// Ones other than zero that became zero.
+    pub(crate) zero: u64,
+}
 
-impl Overflows {
-    /// Notes how many elements of a box of a tensor became infinite.
-    pub(super) fn note(&self, fqn: &str, bounds: &TensorBox, count: u64) {
-        if count > 0 {
+impl LostElements {
+    /// Returns the outcome for one element. One that is not a number stays that.
+    pub(crate) fn of_element(before: Extremes, after: Extremes) -> Self {
+        LostElements {
+            infinite: u64::from(after.is_infinite && !before.is_infinite),
+            zero: u64::from(after.is_zero && !before.is_zero),
+        }
+    }
+}
+
+impl AddAssign for LostElements {
+    fn add_assign(&mut self, other: Self) {
+        self.infinite += other.infinite;
+        self.zero += other.zero;
+    }
+}
+
+/// The ends of what a dtype can hold, and whether a number lies at one of them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Extremes {
+    pub(crate) is_infinite: bool,
+    pub(crate) is_zero: bool,
+}
+
+impl From<f64> for Extremes {
+    fn from(number: f64) -> Self {
+        Extremes {
+            is_infinite: number.is_infinite(),
+            is_zero: number == 0.0,
+        }
+    }
+}
+
+impl From<f32> for Extremes {
+    fn from(number: f32) -> Self {
+        Extremes {
+            is_infinite: number.is_infinite(),
+            is_zero: number == 0.0,
+        }
+    }
+}
+
+/// The elements that were lost while they were read: by the key of the tensor, and by the box,
+/// because some boxes are read more than once.
+#[derive(Debug, Default)]
+pub(crate) struct Losses(Mutex<BTreeMap<String, HashMap<TensorBox, LostElements>>>);
+
+impl Losses {
+    /// Notes how many elements of a box of a tensor were lost.
+    pub(crate) fn note(&self, fqn: &str, bounds: &TensorBox, lost: LostElements) {
+        if lost != LostElements::default() {
             let mut boxes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             boxes
                 .entry(fqn.to_owned())
                 .or_default()
-                .insert(bounds.clone(), count);
+                .insert(bounds.clone(), lost);
         }
     }
 
-    /// Returns what tells it; `None` if no element became infinite so far.
-    pub(super) fn change(&self) -> Option<Change> {
+    /// Forgets what was noted, because it was read for a check and will be read again, maybe in
+    /// other boxes.
+    pub(crate) fn forget(&self) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+    }
+
+    /// Returns what tells them; nothing if no element was lost so far.
+    pub(crate) fn changes(&self) -> Vec<Change> {
         let boxes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut names = Vec::new();
-        let mut total = 0;
-        for (fqn, counts) in &*boxes {
-            let count: u64 = counts.values().sum();
-            names.push(format!("{fqn}: {count}"));
-            total += count;
+        let (mut infinite, mut zero) = (Vec::new(), Vec::new());
+        let mut total = LostElements::default();
+        for (fqn, lost_by_box) in &*boxes {
+            let mut lost = LostElements::default();
+            lost_by_box.values().for_each(|counts| lost += *counts);
+            for (count, names) in [(lost.infinite, &mut infinite), (lost.zero, &mut zero)] {
+                if count > 0 {
+                    names.push(format!("{fqn}: {count}"));
+                }
+            }
+            total += lost;
         }
-        let what = format!(
-            "got infinite elements, {total} in all, which are finite in the source and too large for \
-             the new dtype"
+        let too_large = format!(
+            "got infinite elements, {} in all, which are finite in the source and too large for the \
+             dtype",
+            total.infinite
         );
-        Change::new("tensor", what, names)
+        let too_small = format!(
+            "got zeros, {} in all, for elements that are not zero in the source and too small for the \
+             dtype",
+            total.zero
+        );
+        let infinite = Change::new("tensor", too_large, infinite);
+        let zero = Change::new("tensor", too_small, zero);
+        infinite.into_iter().chain(zero).collect()
     }
 }
 
 /// Writes elements of `input` to `output` in another type of [`CASTABLE`], rounded to nearest, ties
-/// to even, as torch does. Returns the number of finite elements that are infinite afterwards.
+/// to even, as torch does. Returns the number of those that are lost by it.
 pub(super) fn cast_elements(
     input: &[u8],
     input_dtype: DType,
     output: &mut [u8],
     output_dtype: DType,
-) -> u64 {
+) -> LostElements {
     debug_assert_ne!(
         input_dtype, output_dtype,
         "elements of the same type are read directly"
@@ -305,70 +379,70 @@ pub(super) fn cast_elements(
         // torch rounds a double that becomes a half to a float in between.
         DType::F64 => encode_floats(input, output, output_dtype, |element| {
             let number = f64::from_le_bytes(element);
-            (number as f32, number.is_finite())
+            (number as f32, number.into())
         }),
         DType::F32 => encode_floats(input, output, output_dtype, |element| {
-            with_finiteness(f32::from_le_bytes(element))
+            with_extremes(f32::from_le_bytes(element))
         }),
         DType::F16 => encode_floats(input, output, output_dtype, |element| {
-            with_finiteness(f16::from_le_bytes(element).to_f32())
+            with_extremes(f16::from_le_bytes(element).to_f32())
         }),
         DType::BF16 => encode_floats(input, output, output_dtype, |element| {
-            with_finiteness(bf16::from_le_bytes(element).to_f32())
+            with_extremes(bf16::from_le_bytes(element).to_f32())
         }),
         _ => unreachable!("a view casts only the types of CASTABLE"),
     }
 }
 
-/// Returns a number, and `true` if it is finite.
-fn with_finiteness(number: f32) -> (f32, bool) {
-    (number, number.is_finite())
+/// Returns a number, and whether it lies at an end of its dtype.
+fn with_extremes(number: f32) -> (f32, Extremes) {
+    (number, number.into())
 }
 
-/// Writes elements in the type `output_dtype`. `decode` reads one, and tells whether it is finite
-/// in its own type. Returns the number of finite elements that are infinite afterwards.
+/// Writes elements in the type `output_dtype`. `decode` reads one, and tells whether it lies at an
+/// end of its own type. Returns the number of those that are lost by it.
 fn encode_floats<const A: usize>(
     input: &[u8],
     output: &mut [u8],
     output_dtype: DType,
-    decode: impl Fn([u8; A]) -> (f32, bool),
-) -> u64 {
+    decode: impl Fn([u8; A]) -> (f32, Extremes),
+) -> LostElements {
     match output_dtype {
         DType::F64 => convert_each(input, output, decode, |number| {
-            (f64::from(number).to_le_bytes(), number.is_infinite())
+            (f64::from(number).to_le_bytes(), number)
         }),
         DType::F32 => convert_each(input, output, decode, |number| {
-            (number.to_le_bytes(), number.is_infinite())
+            (number.to_le_bytes(), number)
         }),
         DType::F16 => convert_each(input, output, decode, |number| {
             let half = f16::from_f32(number);
-            (half.to_le_bytes(), half.is_infinite())
+            (half.to_le_bytes(), half.to_f32())
         }),
         DType::BF16 => convert_each(input, output, decode, |number| {
             let half = bf16::from_f32(number);
-            (half.to_le_bytes(), half.is_infinite())
+            (half.to_le_bytes(), half.to_f32())
         }),
         _ => unreachable!("a view casts only to the types of CASTABLE"),
     }
 }
 
-/// Converts each element, `A` bytes to `B` bytes. Both functions also tell whether the number that
-/// they read or wrote is finite and infinite. Returns the number of finite elements whose results
-/// are infinite.
+/// Converts each element, `A` bytes to `B` bytes. `decode` also tells whether the number that it
+/// read lies at an end of its type, and `encode` which number it has written. Returns the number of
+/// elements that are lost by it.
 fn convert_each<const A: usize, const B: usize>(
     input: &[u8],
     output: &mut [u8],
-    decode: impl Fn([u8; A]) -> (f32, bool),
-    encode: impl Fn(f32) -> ([u8; B], bool),
-) -> u64 {
+    decode: impl Fn([u8; A]) -> (f32, Extremes),
+    encode: impl Fn(f32) -> ([u8; B], f32),
+) -> LostElements {
     let input_elements = input.as_chunks::<A>().0;
     let output_elements = output.as_chunks_mut::<B>().0;
-    let mut overflow_count = 0;
+    let mut lost = LostElements::default();
     for (input_element, output_element) in input_elements.iter().zip(output_elements) {
-        let (number, was_finite) = decode(*input_element);
-        let (bytes, is_infinite) = encode(number);
+        let (number, before) = decode(*input_element);
+        let (bytes, written) = encode(number);
         *output_element = bytes;
-        overflow_count += u64::from(was_finite && is_infinite);
+        lost += LostElements::of_element(before, written.into());
     }
-    overflow_count
+    lost
 }

@@ -13,7 +13,7 @@ use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, TensorBox};
 use indexmap::IndexMap;
 
-use super::cast::{CASTABLE, Overflows, cast_elements, last_part, parent_of};
+use super::cast::{CASTABLE, Extremes, Losses, LostElements, cast_elements, last_part, parent_of};
 use super::output::unsupported;
 use crate::elements::for_each_number;
 
@@ -24,7 +24,7 @@ pub struct Dequantized<'a> {
     /// The weights, by key.
     weights: IndexMap<String, ScaledWeight>,
     changes: Vec<Change>,
-    overflows: Overflows,
+    losses: Losses,
 }
 
 /// The scale of a weight.
@@ -125,7 +125,7 @@ impl<'a> Dequantized<'a> {
             view: LayerView::new(source, metadata, structure),
             weights,
             changes,
-            overflows: Overflows::default(),
+            losses: Losses::default(),
         })
     }
 
@@ -303,20 +303,19 @@ impl ScaledWeight {
     }
 
     /// Multiplies consecutive elements of a box by their scales. `start` is the place of the first
-    /// in the row-major order of the box. Returns the number of finite elements whose products are
-    /// infinite.
+    /// in the row-major order of the box. Returns the number of those that are lost by it.
     fn multiply(
         &self,
         numbers: &mut [f32],
         start: usize,
         bounds: &TensorBox,
         scales: &Scales<'_>,
-    ) -> u64 {
+    ) -> LostElements {
         let Some(last) = bounds.sizes.len().checked_sub(1) else {
             return multiply_all(numbers, scales.numbers[0]);
         };
         let columns = bounds.sizes[last];
-        let mut overflow_count = 0;
+        let mut lost = LostElements::default();
         let mut position = 0;
         while position < numbers.len() {
             let row = (start + position) / columns;
@@ -328,25 +327,29 @@ impl ScaledWeight {
                 let block_end = (block + 1) * self.block[last] - bounds.offsets[last];
                 let count = (block_end.min(columns) - column).min(numbers.len() - position);
                 let scale = scales.numbers[row_start + block - scales.bounds.offsets[last]];
-                overflow_count += multiply_all(&mut numbers[position..position + count], scale);
+                lost += multiply_all(&mut numbers[position..position + count], scale);
                 position += count;
                 column += count;
             }
         }
-        overflow_count
+        lost
     }
 }
 
-/// Multiplies numbers by a scale. Returns the number of finite ones whose products are infinite.
-fn multiply_all(numbers: &mut [f32], scale: f32) -> u64 {
-    let mut overflow_count = 0;
+/// Multiplies numbers by a scale. Returns the number of those that are lost by it: products of
+/// finite numbers that are infinite, and of numbers other than zero that are zero.
+fn multiply_all(numbers: &mut [f32], scale: f32) -> LostElements {
+    let mut lost = LostElements::default();
     for number in numbers {
         let product = *number * scale;
-        let was_finite = number.is_finite() && scale.is_finite();
-        overflow_count += u64::from(was_finite && product.is_infinite());
+        let before = Extremes {
+            is_infinite: number.is_infinite() || scale.is_infinite(),
+            is_zero: *number == 0.0 || scale == 0.0,
+        };
+        lost += LostElements::of_element(before, product.into());
         *number = product;
     }
-    overflow_count
+    lost
 }
 
 /// The scales of a box of a weight.
@@ -381,7 +384,7 @@ impl Layer for Dequantized<'_> {
 
     fn own_changes(&self) -> Vec<Change> {
         let mut changes = self.changes.clone();
-        changes.extend(self.overflows.change());
+        changes.extend(self.losses.changes());
         changes
     }
 
@@ -412,7 +415,7 @@ impl Layer for Dequantized<'_> {
                 bounds: &scale_box,
             };
             let mut start = 0;
-            let mut overflow_count = 0;
+            let mut lost = LostElements::default();
             let range = 0..slot.bounds.numel() as u64;
             stream::<FileError>(source, fqn, &slot.bounds, range, &mut |bytes| {
                 // In parts, because numbers take four times as much memory as the elements.
@@ -421,9 +424,9 @@ impl Layer for Dequantized<'_> {
                     for_each_number(source_dtype, part, &mut |number| {
                         numbers.push(number as f32)
                     });
-                    overflow_count += weight.multiply(&mut numbers, start, &slot.bounds, &scales);
+                    lost += weight.multiply(&mut numbers, start, &slot.bounds, &scales);
                     let end = start + part.len();
-                    overflow_count += write_floats(
+                    lost += write_floats(
                         &numbers,
                         target_dtype,
                         &mut slot.bytes[start * target_bytes..end * target_bytes],
@@ -432,23 +435,23 @@ impl Layer for Dequantized<'_> {
                 }
                 Ok(())
             })?;
-            self.overflows.note(fqn, &slot.bounds, overflow_count);
+            self.losses.note(fqn, &slot.bounds, lost);
             slot.filled(0..slot.bytes.len());
         }
         Ok(())
     }
 }
 
-/// Writes numbers as elements of a type of [`CASTABLE`]. Returns the number of finite ones that are
-/// infinite afterwards.
-fn write_floats(numbers: &[f32], dtype: DType, output: &mut [u8]) -> u64 {
+/// Writes numbers as elements of a type of [`CASTABLE`]. Returns the number of those that are lost
+/// by it.
+fn write_floats(numbers: &[f32], dtype: DType, output: &mut [u8]) -> LostElements {
     let mut bytes = Vec::with_capacity(4 * numbers.len());
     for number in numbers {
         bytes.extend_from_slice(&number.to_le_bytes());
     }
     if dtype == DType::F32 {
         output.copy_from_slice(&bytes);
-        return 0;
+        return LostElements::default();
     }
     cast_elements(&bytes, DType::F32, output, dtype)
 }

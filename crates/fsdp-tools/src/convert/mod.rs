@@ -49,7 +49,7 @@ use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::{CASTABLE, Optimizers};
+pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Optimizers};
 pub use self::config::ConfigEdits;
 pub use self::dequantize::Dequantized;
 pub(crate) use self::names::{NamesInValues, NewKeysOf};

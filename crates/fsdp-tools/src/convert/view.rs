@@ -9,7 +9,7 @@ use fsdp_formats::reader::Slot;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use super::cast::{CASTABLE, Cast, CastOutcome, Overflows, Roles, cast_elements};
+use super::cast::{CASTABLE, Cast, CastOutcome, Losses, LostElements, Roles, cast_elements};
 use super::names::{NamesInValues, NewKeysOf};
 use super::output::unsupported;
 
@@ -36,7 +36,7 @@ pub struct View<'a> {
     values: IndexMap<String, PlainValue>,
     /// The changes that are known before elements are read.
     changes: Vec<Change>,
-    overflows: Overflows,
+    losses: Losses,
 }
 
 impl<'a> View<'a> {
@@ -153,7 +153,7 @@ impl<'a> View<'a> {
             names,
             values,
             changes,
-            overflows: Overflows::default(),
+            losses: Losses::default(),
         })
     }
 
@@ -210,7 +210,7 @@ impl Layer for View<'_> {
 
     fn own_changes(&self) -> Vec<Change> {
         let mut changes = self.changes.clone();
-        changes.extend(self.overflows.change());
+        changes.extend(self.losses.changes());
         changes
     }
 
@@ -244,11 +244,11 @@ impl Layer for View<'_> {
             // Read in pieces, because the source's elements may be larger than those of the slot.
             let range = 0..slot.bounds.numel() as u64 * source_dtype.size_in_bytes();
             let mut start = 0;
-            let mut overflow_count = 0;
+            let mut lost = LostElements::default();
             stream::<FileError>(self.source(0), name, &slot.bounds, range, &mut |bytes| {
                 let elements = bytes.len() / source_dtype.size_in_bytes() as usize;
                 let end = start + elements * target_dtype.size_in_bytes() as usize;
-                overflow_count += cast_elements(
+                lost += cast_elements(
                     bytes,
                     source_dtype,
                     &mut slot.bytes[start..end],
@@ -257,7 +257,7 @@ impl Layer for View<'_> {
                 start = end;
                 Ok(())
             })?;
-            self.overflows.note(fqn, &slot.bounds, overflow_count);
+            self.losses.note(fqn, &slot.bounds, lost);
             slot.filled(0..slot.bytes.len());
         }
         Ok(())

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use fsdp_formats::metadata::Metadata;
+use fsdp_layout::path::has_empty_part;
 use indexmap::IndexMap;
 
 use super::node::Node;
@@ -323,7 +324,7 @@ fn fill_new_key(
         .fill(bindings)
         .ok_or_else(|| mismatch(rule, fqn, "a new key lacks a name"))?;
     // A key that has an empty part in the source may keep it.
-    if new_key.split('.').any(str::is_empty) && !fqn.split('.').any(str::is_empty) {
+    if has_empty_part(&new_key) && !has_empty_part(fqn) {
         let reason = format!("its new key `{new_key}` has a dot too many");
         return Err(mismatch(rule, fqn, reason));
     }

@@ -1,5 +1,7 @@
 //! The operations of a map.
 
+use fsdp_layout::count_text;
+
 use super::node::{Node, Run};
 
 /// One operation.
@@ -163,7 +165,11 @@ fn permute(node: Node, heads: usize, is_inverse: bool) -> Result<Node, String> {
     let size = dim_size(&node, 0)?;
     // Rotary embeddings pair the rows of a head, so their number must be even.
     if heads == 0 || !size.is_multiple_of(2 * heads) {
-        return Err(format!("{size} rows are not {heads} heads of an even size"));
+        return Err(format!(
+            "{} cannot be {} of an even size",
+            count_text(size, "row", "rows"),
+            count_text(heads, "head", "heads")
+        ));
     }
     // Going back, the rows of two halves alternate, so each row is a run of its own.
     check_runs(if is_inverse { size } else { 2 * heads })?;

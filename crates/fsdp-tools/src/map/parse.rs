@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use fsdp_layout::count_text;
+
 use super::operation::{HeadCounts, Operation};
 use super::rule::{KeyRule, MapError, ParsedMap, StrictKeys, Values};
 use super::template::Template;
@@ -120,8 +122,9 @@ fn check_rule(rule: &KeyRule) -> Result<(), String> {
     }
     if tensor_count != rule.targets.len() {
         return Err(format!(
-            "{tensor_count} tensors cannot get {} new keys",
-            rule.targets.len()
+            "{} cannot get {}",
+            count_text(tensor_count, "tensor", "tensors"),
+            count_text(rule.targets.len(), "new key", "new keys")
         ));
     }
     // The further old keys have the same names as the first one, or the name that counts the stack.

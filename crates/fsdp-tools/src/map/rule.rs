@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use fsdp_layout::count_text;
 use thiserror::Error;
 
 use super::operation::Operation;
@@ -41,7 +42,8 @@ pub enum MapError {
     /// Keys of layers that no rule names, in a map that must name all of them: the model would be
     /// loaded with random numbers in their places.
     #[error(
-        "no rule of the map names {count} keys of layers, which the result cannot have as they are: {keys}"
+        "no rule of the map names {} of layers, which the result cannot have unchanged: {keys}",
+        count_text(*count, "key", "keys")
     )]
     Unnamed {
         /// The number of the keys.

@@ -86,18 +86,17 @@ impl<'a> Mapped<'a> {
             "of the state dict lost its kind by the map (keys became text, tuples lists, empty dicts went)",
             untold.unwrap_or_default(),
         ));
+        changes.extend(Change::new(
+            "key",
+            "matched no rule of the map, and stayed the same",
+            new_keys.unmatched.clone(),
+        ));
         Ok(Mapped {
             view: LayerView::new(source, metadata, None),
             new_keys,
             values,
             changes,
         })
-    }
-
-    /// Returns the keys that no rule matches. They stay as they are.
-    #[must_use]
-    pub fn unmatched(&self) -> &[String] {
-        &self.new_keys.unmatched
     }
 }
 

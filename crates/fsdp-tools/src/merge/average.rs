@@ -3,17 +3,17 @@
 
 use std::collections::HashSet;
 
-use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::{Change, Checkpoint};
 use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::reader::Slot;
 use fsdp_formats::storage::{CheckedDirectory, Links};
 use fsdp_formats::{FileError, Location};
-use fsdp_layout::TensorBox;
+use fsdp_layout::{TensorBox, count_text};
 
 use super::base_model::BaseModel;
 use super::numbers::{fill_slots, write_numbers};
-use crate::convert::{CASTABLE, Optimizers};
+use crate::convert::{CASTABLE, Losses, Optimizers};
 use crate::diff::{Difference, metadata_difference};
 use crate::elements::{for_each_number, parts_of_complex};
 
@@ -29,6 +29,7 @@ pub struct Average<'a> {
     weights: Vec<f64>,
     /// The keys of the tensors that are averaged.
     averaged: HashSet<String>,
+    losses: Losses,
 }
 
 impl<'a> Average<'a> {
@@ -98,11 +99,13 @@ impl<'a> Average<'a> {
             },
             weights,
             averaged,
+            losses: Losses::default(),
         };
         // Its configuration is that of the first checkpoint.
         model.check_names_of_one(average.source(0), &average, |key| {
             average.averaged.contains(key)
         })?;
+        average.losses.forget();
         Ok(average)
     }
 
@@ -114,17 +117,9 @@ impl<'a> Average<'a> {
     pub fn check_configuration(&self, model_directory: &Location) -> Result<(), FileError> {
         let directory = CheckedDirectory::open(model_directory, false, Links::Follow)?;
         let model = BaseModel::read(&directory)?;
-        model.check_names_of_one(self.source(0), self, |key| self.averaged.contains(key))
-    }
-
-    /// Returns the keys whose values are taken from the first checkpoint.
-    pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
-        self.view
-            .metadata
-            .entries
-            .keys()
-            .map(String::as_str)
-            .filter(|fqn| !self.averaged.contains(*fqn))
+        model.check_names_of_one(self.source(0), self, |key| self.averaged.contains(key))?;
+        self.losses.forget();
+        Ok(())
     }
 }
 
@@ -142,8 +137,9 @@ fn normalize_weights(weights: &[f64], checkpoint_count: usize) -> Result<Vec<f64
     }
     if weights.len() != checkpoint_count {
         return Err(merge_error(format!(
-            "{} weights for {checkpoint_count} checkpoints",
-            weights.len()
+            "{} for {}",
+            count_text(weights.len(), "weight", "weights"),
+            count_text(checkpoint_count, "checkpoint", "checkpoints")
         )));
     }
     let sum: f64 = weights.iter().sum();
@@ -180,6 +176,19 @@ impl Layer for Average<'_> {
         &self.view
     }
 
+    fn own_changes(&self) -> Vec<Change> {
+        let keys = self.view.metadata.entries.keys();
+        let from_first = keys.filter(|fqn| !self.averaged.contains(*fqn));
+        let mut changes = Vec::new();
+        changes.extend(Change::new(
+            "key",
+            "came from the first checkpoint alone",
+            from_first.cloned().collect(),
+        ));
+        changes.extend(self.losses.changes());
+        changes
+    }
+
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         if self.averaged.contains(fqn) {
             Origin::Made
@@ -208,7 +217,8 @@ impl Layer for Average<'_> {
                 });
             }
             // Round once, after all sources are added.
-            write_numbers(number_dtype, &sums, bytes);
+            let lost = write_numbers(number_dtype, &sums, bytes);
+            self.losses.note(fqn, part, lost);
             Ok(())
         })
     }

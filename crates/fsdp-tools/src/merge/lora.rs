@@ -6,7 +6,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::{Change, Checkpoint};
 use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, check_expansion, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
 use fsdp_formats::reader::Slot;
@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::base_model::{BaseModel, are_equal, layer_name};
 use super::numbers::{fill_slots, write_numbers};
 use super::pattern::Patterns;
-use crate::convert::{CASTABLE, unsupported};
+use crate::convert::{CASTABLE, Losses, unsupported};
 use crate::elements::for_each_number;
 
 /// The file in which PEFT keeps the settings of an adapter.
@@ -191,6 +191,7 @@ pub struct Lora<'a> {
     /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a
     /// weight is both replaced and updated, the update is added to the replacement.
     replaced: HashMap<String, String>,
+    losses: Losses,
 }
 
 impl<'a> Lora<'a> {
@@ -248,7 +249,9 @@ impl<'a> Lora<'a> {
         let model = BaseModel::read(&directory)?;
         model.check_names_of_one(self.source(0), self, |key| {
             self.updates.contains_key(key) || self.replaced.contains_key(key)
-        })
+        })?;
+        self.losses.forget();
+        Ok(())
     }
 
     /// Returns the keys of the tensors that the adapter changes.
@@ -436,10 +439,12 @@ impl<'a> Preparation<'a, '_> {
             },
             updates: self.updates,
             replaced: self.replaced,
+            losses: Losses::default(),
         };
         self.model.check_names_of_one(self.base, &merged, |key| {
             merged.updates.contains_key(key) || merged.replaced.contains_key(key)
         })?;
+        merged.losses.forget();
         Ok(merged)
     }
 
@@ -725,6 +730,10 @@ impl Layer for Lora<'_> {
         &self.view
     }
 
+    fn own_changes(&self) -> Vec<Change> {
+        self.losses.changes()
+    }
+
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         if self.updates.contains_key(fqn) {
             return Origin::Made;
@@ -754,7 +763,8 @@ impl Layer for Lora<'_> {
             // Add the update in f64, and round the sum once.
             for_each_number(dtype, bytes, &mut |number| sums.push(number));
             update.add_to(&mut sums, part, adapter)?;
-            write_numbers(dtype, &sums, bytes);
+            let lost = write_numbers(dtype, &sums, bytes);
+            self.losses.note(fqn, part, lost);
             Ok(())
         })
     }

@@ -6,6 +6,8 @@ use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, TensorBox};
 use half::{bf16, f16};
 
+use crate::convert::LostElements;
+
 /// The number of bytes of a tensor that are computed at a time. As `f64` they take up to eight
 /// times as much.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -33,19 +35,27 @@ pub(super) fn fill_slots(
     Ok(())
 }
 
-/// Writes numbers to `bytes` as elements, each rounded once, to nearest.
-pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
-    match dtype {
-        DType::F64 => write_each(numbers, bytes, f64::to_le_bytes),
-        DType::F32 => write_each(numbers, bytes, |number| (number as f32).to_le_bytes()),
+/// Writes numbers to `bytes` as elements, each rounded once, to nearest. Returns the number of
+/// finite ones that are infinite afterwards.
+pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) -> LostElements {
+    let infinite = match dtype {
+        DType::F64 => write_each(numbers, bytes, |number| (number.to_le_bytes(), number)),
+        DType::F32 => write_each(numbers, bytes, |number| {
+            let single = number as f32;
+            (single.to_le_bytes(), single.into())
+        }),
         DType::F16 => write_each(numbers, bytes, |number| {
-            f16::from_f32(round_to_odd(number)).to_le_bytes()
+            let half = f16::from_f32(round_to_odd(number));
+            (half.to_le_bytes(), half.into())
         }),
         DType::BF16 => write_each(numbers, bytes, |number| {
-            bf16::from_f32(round_to_odd(number)).to_le_bytes()
+            let half = bf16::from_f32(round_to_odd(number));
+            (half.to_le_bytes(), half.into())
         }),
         _ => unreachable!("only tensors of the types of CASTABLE are computed"),
-    }
+    };
+    // A sum that is rounded to zero is as near as the dtype can be.
+    LostElements { infinite, zero: 0 }
 }
 
 /// Rounds a number to `f32` "to odd": if it lies between two values of `f32`, to the one whose last
@@ -64,15 +74,20 @@ fn round_to_odd(number: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// Writes numbers as elements, which `to_element` rounds and encodes.
+/// Writes numbers as elements, which `to_element` rounds and encodes; it also returns the rounded
+/// number. Returns the number of finite ones that are infinite afterwards.
 fn write_each<const N: usize>(
     numbers: &[f64],
     bytes: &mut [u8],
-    to_element: impl Fn(f64) -> [u8; N],
-) {
+    to_element: impl Fn(f64) -> ([u8; N], f64),
+) -> u64 {
+    let mut infinite = 0;
     for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
-        *element = to_element(*number);
+        let (encoded, rounded) = to_element(*number);
+        *element = encoded;
+        infinite += u64::from(number.is_finite() && rounded.is_infinite());
     }
+    infinite
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The errors of rules and plans.
 
+use fsdp_layout::count_text;
 use thiserror::Error;
 
 /// An error in the rules for tensor-parallel ranks, or a tensor that cannot be cut by them.
@@ -64,6 +65,6 @@ pub enum TensorParallelError {
 fn and_more(more: &usize) -> String {
     match more {
         0 => String::new(),
-        more => format!(", nor {more} others"),
+        more => format!(", nor {}", count_text(*more, "other", "others")),
     }
 }

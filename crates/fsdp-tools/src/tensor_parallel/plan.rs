@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use fsdp_formats::metadata::Metadata;
+use fsdp_layout::count_text;
 use indexmap::IndexMap;
 
 use super::error::TensorParallelError;
@@ -420,8 +421,10 @@ fn divide_equally(size: usize, part_count: usize, ranks: usize) -> Result<Vec<Sh
         } else {
             format!(" of {part_count} parts")
         };
+        let verb = if size == 1 { "is" } else { "are" };
         return Err(format!(
-            "{size} indices{of_parts} are not a multiple of {ranks}"
+            "{}{of_parts} {verb} not a multiple of {ranks}",
+            count_text(size, "index", "indices")
         ));
     }
     let len = size / part_count;
@@ -451,7 +454,8 @@ fn divide_by_heads(
         .map(|head_count| size / head_count)
         .ok_or_else(|| {
             let counts: Vec<String> = counts.iter().map(|(count, _)| count.to_string()).collect();
-            format!("{size} indices are not {} heads", counts.join(" + "))
+            let head_word = if counts == ["1"] { "head" } else { "heads" };
+            format!("{size} indices are not {} {head_word}", counts.join(" + "))
         })?;
     let mut shares = Vec::new();
     let mut start = 0;
@@ -466,7 +470,8 @@ fn divide_by_heads(
                 "of {count} heads of keys and values and {ranks} ranks, neither is a multiple of the other"
             ));
         } else {
-            return Err(format!("{count} heads are not a multiple of {ranks}"));
+            let heads = count_text(count, "head is", "heads are");
+            return Err(format!("{heads} not a multiple of {ranks}"));
         };
         let len = count * head_size;
         shares.push(Share {

@@ -92,33 +92,55 @@ fn cast_to(source: &dyn Checkpoint, dtype: DType, with_optimizer: bool) -> View<
 }
 
 #[test]
-fn elements_that_become_infinite_are_counted_in_every_format() {
+fn elements_that_a_cast_loses_are_counted_in_every_format() {
     let parent = TempDir::new().unwrap();
     let numbers = [70000.0, -1e30, f32::INFINITY, 1.0, f32::NAN, 65504.0];
+    let small = [1e-30, -1e-20, 0.0, -0.0, f32::NAN, 6e-8, 1e-45];
+    let doubles = |number: f64| tensor(DType::F64, &[1], number.to_le_bytes().into());
     let state = dict(vec![
         ("fits", floats(&[2], &[1.0, 2.0])),
         ("large", floats(&[6], &numbers)),
-        (
-            "wide",
-            tensor(DType::F64, &[1], 1e300f64.to_le_bytes().into()),
-        ),
+        ("small", floats(&[7], &small)),
+        ("wide", doubles(1e300)),
+        ("narrow", doubles(-1e-300)),
     ]);
     let source = opened(&write(&parent, &state));
-    for (dtype, expected) in [
-        (DType::F16, vec!["large: 2", "wide: 1"]),
-        (DType::BF16, vec!["wide: 1"]),
-        (DType::F64, vec![]),
+    for (dtype, infinite, zero) in [
+        (
+            DType::F16,
+            vec!["large: 2", "wide: 1"],
+            vec!["narrow: 1", "small: 3"],
+        ),
+        (DType::BF16, vec!["wide: 1"], vec!["narrow: 1", "small: 1"]),
+        (DType::F32, vec!["wide: 1"], vec!["narrow: 1"]),
+        (DType::F64, vec![], vec![]),
     ] {
         for (number, target) in TARGETS.into_iter().enumerate() {
             let view = cast_to(&*source, dtype, false);
             let report = to(&view, &parent.path().join(number.to_string()), target);
-            assert_eq!(
-                told(&report.changes, "infinite"),
-                expected,
-                "{dtype} {target:?}"
-            );
+            let lost = ["infinite", "zeros"].map(|text| told(&report.changes, text));
+            assert_eq!(lost[0], infinite, "{dtype} {target:?}");
+            assert_eq!(lost[1], zero, "{dtype} {target:?}");
         }
     }
+}
+
+#[test]
+fn products_with_scales_that_are_lost_are_counted() {
+    let parent = TempDir::new().unwrap();
+    // The codes of 448, 1, the smallest number, and zero.
+    let codes = |codes: [u8; 4]| tensor(DType::F8E4M3Fn, &[4], codes.into());
+    let state = dict(vec![
+        ("a.weight", codes([0x7e, 0x38, 0x01, 0x00])),
+        ("a.weight_scale", floats(&[], &[200.0])),
+        ("b.weight", codes([0x7e, 0x38, 0x01, 0x00])),
+        ("b.weight_scale", floats(&[], &[1e-6])),
+    ]);
+    let source = opened(&write(&parent, &state));
+    let view = Dequantized::new(&*source, DType::F16, None, &|_| true).unwrap();
+    let report = to(&view, &parent.path().join("to"), OutputFormat::Torch);
+    assert_eq!(told(&report.changes, "infinite"), ["a.weight: 1"]);
+    assert_eq!(told(&report.changes, "zeros"), ["b.weight: 1"]);
 }
 
 #[test]
@@ -592,7 +614,8 @@ fn built_in_maps_refuse_layers_that_they_do_not_name() {
         let state = dict(vec![(known, weight()), ("other.weight", weight())]);
         let source = opened(&write(&parent, &state));
         let mapped = Mapped::new(&*source, &map).unwrap();
-        assert_eq!(mapped.unmatched(), ["other.weight"], "{name}");
+        let unmatched = told(&mapped.changes(), "no rule of the map");
+        assert_eq!(unmatched, ["other.weight"], "{name}");
         let state = dict(vec![(known, weight()), (unknown, weight())]);
         let source = opened(&write(&parent, &state));
         let error = Mapped::new(&*source, &map).unwrap_err();
@@ -620,7 +643,10 @@ fn a_map_copies_a_tied_tensor() {
     }
     // Back, the copy stays: it may have changed since.
     let back = Mapped::new(&*copied, &map.reversed()).unwrap();
-    assert_eq!(back.unmatched(), ["lm_head.weight"]);
+    assert_eq!(
+        told(&back.changes(), "no rule of the map"),
+        ["lm_head.weight"]
+    );
     assert!(Map::parse("copy a -> b | transpose", &Values::new()).is_err());
     for bad in [
         "embed.{p} -> .{p}",

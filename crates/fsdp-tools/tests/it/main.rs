@@ -6,7 +6,6 @@
 )]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-mod account;
 mod changes;
 mod convert;
 #[path = "../../../fsdp-formats/tests/common/crash_at.rs"]

@@ -12,6 +12,7 @@ use fsdp_tools::merge::{Average, Lora, LoraConfig};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use half::bf16;
 
+use crate::changes::told;
 use crate::foreign::opened;
 
 fn tensor(shape: &[usize], numbers: &[f32]) -> PlainValue {
@@ -86,7 +87,7 @@ fn an_average_is_rounded_once_and_leaves_counts_and_optimizers() {
     );
     let average = Average::new(vec![&*a, &*b], &[]).unwrap();
     assert_eq!(
-        average.taken_from_first().collect::<Vec<_>>(),
+        told(&average.changes(), "came from the first"),
         ["optimizer.exp_avg", "step"]
     );
     assert_eq!(floats(&average, "w"), [1.5, 1.0]);
@@ -888,7 +889,27 @@ fn complex_numbers_are_averaged_like_others() {
     });
     let average = Average::new(vec![&*first, &*second], &[]).unwrap();
     assert_eq!(floats(&average, "c"), [2.0, 1.0]);
-    assert_eq!(average.taken_from_first().count(), 0);
+    assert!(average.changes().is_empty());
+}
+
+#[test]
+fn elements_of_a_merge_that_become_infinite_are_counted() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, numbers: [f32; 2]| {
+        file(
+            &parent.path().join(name),
+            vec![
+                ("w", tensor(&[2, 1], &numbers)),
+                ("wte", tensor(&[2, 1], &numbers)),
+            ],
+        )
+    };
+    let (first, second) = (make("a.pt", [3e38, 1.0]), make("b.pt", [-3e38, 1.0]));
+    let average = Average::new(vec![&*first, &*second], &[2.0, -1.0]).unwrap();
+    let to = parent.path().join("to");
+    let target = OutputFormat::Dcp { ranks: 2 };
+    let report = convert(&average, &to, target, ConvertOptions::default()).unwrap();
+    assert_eq!(told(&report.changes, "infinite"), ["w: 1", "wte: 1"]);
 }
 
 #[test]

@@ -392,7 +392,7 @@ fn files_of_unknown_names_are_listed_with_the_names_that_are_read() {
     }
     std::fs::write(parent.path().join("notes.txt"), b"").unwrap();
     let error = with_causes(&refused(parent.path()));
-    for text in ["`weights.part0.pth`", "and 2 more files", "_rank_0.pt`"] {
+    for text in ["`weights.part0.pth`", "and 2 more", "_rank_0.pt`"] {
         assert!(error.contains(text), "{error}");
     }
     // A save of DCP that was interrupted is one still.
