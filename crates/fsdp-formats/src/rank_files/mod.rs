@@ -186,6 +186,10 @@ fn is_without_places(item: &Item) -> bool {
 /// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some
 /// rank.
 fn differs_by_rank(directory: &CheckedDirectory, item: &Item) -> Result<bool, FileError> {
+    // There is nothing to compare it with, so it is not read here.
+    if item.files.len() < 2 {
+        return Ok(false);
+    }
     let mut first_flat: Option<FlatFile> = None;
     let mut differs = false;
     for file in item.files.values() {
