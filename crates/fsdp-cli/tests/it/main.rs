@@ -8,6 +8,7 @@ mod common;
 #[path = "../metrics/mod.rs"]
 mod metrics;
 
+mod account;
 mod commands;
 mod digest;
 mod lossless;
@@ -15,6 +16,7 @@ mod output;
 mod overwrite;
 mod pictures;
 mod plan;
+mod plurals;
 mod runs;
 mod sign;
 
