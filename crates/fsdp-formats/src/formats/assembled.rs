@@ -10,10 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use fsdp_digest::{Digest, StateDigest};
+use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::blocks::{BlockFormat, BlockedTensor};
+use super::byte_order::reverse_numbers;
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
 use super::index::Index;
 use super::lookup::{
@@ -51,6 +53,8 @@ pub(crate) enum StorageStart {
 pub(crate) enum Elements {
     /// Plain elements, little-endian.
     Plain,
+    /// Plain elements, big-endian; they are read as little-endian.
+    BigEndian,
     /// Quantized in blocks along the last dimension; they are read as `f32`.
     Blocks(BlockFormat),
 }
@@ -451,7 +455,7 @@ impl Piece {
             }
         };
         let (offset, length) = match self.elements {
-            Elements::Plain => {
+            Elements::Plain | Elements::BigEndian => {
                 // Strides and offsets come from a file, which may say anything: a read checks them.
                 let first_position = self.layout.offset;
                 let element_bytes = dtype.size_in_bytes();
@@ -478,7 +482,7 @@ impl Piece {
     fn read(
         &self,
         file: &dyn ReadAt,
-        element_bytes: usize,
+        dtype: DType,
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
@@ -491,21 +495,36 @@ impl Piece {
                 (&decompressed, *start)
             }
         };
+        let plain_elements = StoredElements {
+            storage: start,
+            element: dtype.size_in_bytes() as usize,
+            layout: &self.layout,
+        };
         match self.elements {
-            Elements::Plain => StoredElements {
-                storage: start,
-                element: element_bytes,
-                layout: &self.layout,
+            Elements::Plain => {
+                plain_elements.read(&mut BlockReader::new(bytes), overlap, slot)?;
             }
-            .read(&mut BlockReader::new(bytes), overlap, slot),
+            Elements::BigEndian => {
+                // The digest is that of the elements as they are read.
+                let digest = slot.digest.take();
+                plain_elements.read(&mut BlockReader::new(bytes), overlap, slot)?;
+                for run in copy_runs(overlap, &slot.bounds, overlap) {
+                    let range = run.src * plain_elements.element
+                        ..(run.src + run.len) * plain_elements.element;
+                    reverse_numbers(dtype, &mut slot.bytes[range]);
+                }
+                slot.digest = digest;
+                slot.add_to_digest(overlap, plain_elements.element);
+            }
             Elements::Blocks(format) => BlockedTensor {
                 file: bytes,
                 start,
                 format,
                 bounds: &self.layout.bounds,
             }
-            .read(overlap, slot),
+            .read(overlap, slot)?,
         }
+        Ok(())
     }
 }
 
@@ -527,9 +546,8 @@ impl Assembled {
             return Ok(());
         };
         let file = self.directory.file(&piece.file)?;
-        let element_bytes = dtype.size_in_bytes() as usize;
         piece
-            .read(&*file, element_bytes, &overlap, slot)
+            .read(&*file, dtype, &overlap, slot)
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 

@@ -4,6 +4,7 @@
 pub(crate) mod assembled;
 pub(crate) mod blocks;
 pub(crate) mod build;
+pub(crate) mod byte_order;
 pub(crate) mod change;
 pub(crate) mod checkpoint;
 pub(crate) mod extra;

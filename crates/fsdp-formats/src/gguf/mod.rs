@@ -126,7 +126,9 @@ fn tensor_bytes(info: &TensorInfo, max_bytes: u64) -> Result<u64, FormatError> {
     let (block_elements, block_bytes) =
         match (readable_type(info.ggml_type), opaque_type(info.ggml_type)) {
             // No sane shape is so large that its bytes overflow.
-            (Some((dtype, Elements::Plain)), _) => return Ok(element_count * dtype.size_in_bytes()),
+            (Some((dtype, Elements::Plain | Elements::BigEndian)), _) => {
+                return Ok(element_count * dtype.size_in_bytes());
+            }
             (Some((_, Elements::Blocks(format))), _) => (
                 BLOCK_ELEMENTS as u64,
                 format.bytes_of_elements(BLOCK_ELEMENTS as u64),

@@ -4,6 +4,7 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
+use crate::formats::assembled::Elements;
 use crate::limits::{check_limit, is_sane_shape};
 use crate::storage::read_at::{ReadAt, read_whole};
 use crate::strided::StridedLayout;
@@ -19,6 +20,8 @@ const MAX_HEADER_BYTES: u64 = 64 << 10;
 pub(super) struct ArrayHeader {
     /// Element type.
     pub(super) dtype: DType,
+    /// The order of the elements' bytes.
+    pub(super) elements: Elements,
     /// Shape.
     pub(super) shape: Vec<usize>,
     /// `true` if the first dimension is innermost.
@@ -92,8 +95,10 @@ impl ArrayHeader {
                 shape.push(size);
             }
         }
+        let (dtype, elements) = dtype_from_name(dtype_name)?;
         Ok(ArrayHeader {
-            dtype: dtype_from_name(dtype_name)?,
+            dtype,
+            elements,
             shape,
             is_fortran,
             length,
@@ -158,15 +163,16 @@ pub(crate) fn dtype_to_code(dtype: DType) -> Option<&'static str> {
     entry.map(|(code, _)| *code)
 }
 
-/// Returns the dtype that has this name in NumPy: the order of its bytes and its code. Any other
-/// name is an error.
-fn dtype_from_name(name: &str) -> Result<DType, FormatError> {
+/// Returns the dtype that has this name in NumPy, which is the order of its bytes and its code, and
+/// how elements are stored. Any other name is an error.
+fn dtype_from_name(name: &str) -> Result<(DType, Elements), FormatError> {
     let dtype = name
         .split_at_checked(1)
         .and_then(|(order, code)| Some((order, dtype_from_code(code)?)));
     match dtype {
-        Some(("|", dtype)) if dtype.size_in_bytes() == 1 => Ok(dtype),
-        Some(("<", dtype)) if dtype.size_in_bytes() > 1 => Ok(dtype),
+        Some(("|", dtype)) if dtype.size_in_bytes() == 1 => Ok((dtype, Elements::Plain)),
+        Some(("<", dtype)) if dtype.size_in_bytes() > 1 => Ok((dtype, Elements::Plain)),
+        Some((">", dtype)) if dtype.size_in_bytes() > 1 => Ok((dtype, Elements::BigEndian)),
         _ => {
             let what = format!("an array of NumPy's type `{name}`");
             Err(FormatError::unsupported(what))

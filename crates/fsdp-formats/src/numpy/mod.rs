@@ -2,10 +2,11 @@
 //!
 //! The key of an array is the name of its record in a `.npz`, or of the file if that is a `.npy`,
 //! without the ending `.npy`. Records may be compressed, as `savez_compressed` writes them. Arrays
-//! of objects and of structures, and big-endian numbers are refused.
+//! of objects, structures, texts and times are opaque values in a `.npz`, and refused as a `.npy`.
 
 mod header;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::KeyPath;
@@ -13,8 +14,9 @@ use fsdp_layout::KeyPath;
 use self::header::ArrayHeader;
 pub(crate) use self::header::{MAGIC, dtype_from_code, dtype_to_code};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, StorageStart};
+use crate::formats::assembled::{Assembled, Assembler, Held, Piece, StorageStart};
 use crate::formats::checkpoint::Format;
+use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
@@ -45,11 +47,8 @@ pub(crate) fn open_array(
         .strip_suffix(RECORD_EXTENSION)
         .unwrap_or(name)
         .to_owned();
-    assemble(
-        location,
-        directory,
-        vec![(key, StorageStart::Offset(header.length), header)],
-    )
+    let array = Array::Numbers(StorageStart::Offset(header.length), header);
+    assemble(location, directory, vec![(key, array)])
 }
 
 /// Opens an archive of arrays, whose directory has been read without a root.
@@ -64,34 +63,49 @@ pub(crate) fn open_archive(
     assemble(location, directory, arrays)
 }
 
-/// Makes the checkpoint with these arrays: key, start of the elements, header.
+/// An array of a file.
+enum Array {
+    /// An array of numbers: the start of its elements, and its header.
+    Numbers(StorageStart, ArrayHeader),
+    /// An array of something else: what it is, and the range of its record.
+    Opaque(String, Range<u64>),
+}
+
+/// Makes the checkpoint with these arrays, which come with their keys.
 fn assemble(
     location: &Location,
     directory: CheckedDirectory,
-    arrays: Vec<(String, StorageStart, ArrayHeader)>,
+    arrays: Vec<(String, Array)>,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let file: Arc<str> = Arc::from(name);
     let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
-    for (key, start, header) in arrays {
+    for (key, array) in arrays {
         let path = KeyPath::from_key(key);
+        let (start, header) = match array {
+            Array::Numbers(start, header) => (start, header),
+            Array::Opaque(what, range) => {
+                let stored = StorageInfo::new(&*file, range.start, range.end - range.start);
+                assembler.add_value(&path, &file, Held::Stored(what, stored))?;
+                continue;
+            }
+        };
         let piece = Piece {
             file: file.clone(),
             start,
             layout: header.layout(),
-            elements: Elements::Plain,
+            elements: header.elements,
         };
         assembler.add_tensor(&path, &file, header.dtype, &header.shape, vec![piece])?;
     }
     Ok(assembler.finish(None))
 }
 
-/// Returns the arrays of an archive: key, start of the elements, header. A record that is not an
-/// array is an error.
+/// Returns the arrays of an archive with their keys. A record that is not an array is an error.
 fn find_arrays(
     file: &dyn ReadAt,
     archive: &Directory,
-) -> Result<Vec<(String, StorageStart, ArrayHeader)>, FormatError> {
+) -> Result<Vec<(String, Array)>, FormatError> {
     let states = ReadStates::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
@@ -107,14 +121,19 @@ fn find_arrays(
         } else {
             Window::new(file, data_offset, record.length)
                 .and_then(|array| ArrayHeader::read(&array))
-        }
-        .map_err(|error| error.of_key(key))?;
-        let start = if record.is_deflated {
-            StorageStart::Deflated(Arc::new(deflated), header.length)
-        } else {
-            StorageStart::Offset(data_offset + header.length)
         };
-        arrays.push((key.to_owned(), start, header));
+        let array = match header {
+            Ok(header) if record.is_deflated => Array::Numbers(
+                StorageStart::Deflated(Arc::new(deflated), header.length),
+                header,
+            ),
+            Ok(header) => Array::Numbers(StorageStart::Offset(data_offset + header.length), header),
+            Err(FormatError::Unsupported { what }) => {
+                Array::Opaque(what, data_offset..data_offset + record.stored_bytes)
+            }
+            Err(error) => return Err(error.of_key(key)),
+        };
+        arrays.push((key.to_owned(), array));
     }
     Ok(arrays)
 }

@@ -10,6 +10,7 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType};
 
 use super::Result;
 use crate::error::FormatError;
+use crate::formats::byte_order::reverse_numbers;
 use crate::limits::is_sane_shape;
 use crate::numpy::{dtype_from_code, dtype_to_code};
 use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, write};
@@ -267,14 +268,7 @@ impl ElementsRef<'_> {
             }
         }
         if self.element_type.is_big_endian {
-            // A complex number is two numbers, each with its own order of bytes.
-            let number_bytes = match self.element_type.dtype {
-                DType::Complex64 | DType::Complex128 => element_bytes / 2,
-                _ => element_bytes,
-            };
-            for number in bytes.chunks_exact_mut(number_bytes) {
-                number.reverse();
-            }
+            reverse_numbers(self.element_type.dtype, &mut bytes);
         }
         bytes
     }

@@ -6,11 +6,11 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_tools::convert::{Rename, View};
+use fsdp_tools::convert::{Cast, Rename, View};
 use fsdp_tools::diff::{DiffOptions, diff};
 use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
-use crate::foreign::{assert_converts, differences, fixture, opened, refused, replace};
+use crate::foreign::{assert_converts, differences, fixture, opened, refused};
 
 fn numpy_gguf(name: &str) -> Box<dyn Checkpoint> {
     opened(&fixture("numpy_gguf").join(name))
@@ -84,12 +84,39 @@ fn compressed_arrays_are_read_in_any_part_and_their_damage_is_found() {
 }
 
 #[test]
+fn big_endian_arrays_are_read_as_the_numbers_that_they_are() {
+    let big_endian = open(fixture("numpy_gguf/big_endian.npy"), OpenOptions::default()).unwrap();
+    let expected = numpy_gguf("arrays.pt");
+    let as_float = Cast {
+        dtype: DType::F32,
+        with_optimizer: false,
+    };
+    let expected = View::new(
+        &*expected,
+        |key| match key {
+            "half" => Rename::To("big_endian".to_owned()),
+            _ => Rename::Drop,
+        },
+        Some(as_float),
+    );
+    assert_eq!(differences(&*big_endian, &expected.unwrap()), [""; 0]);
+    // A part of it too.
+    let mut whole = [0; 24];
+    let all = TensorBox::whole(&[6]);
+    big_endian.read_box("big_endian", &all, &mut whole).unwrap();
+    let mut part = [0; 8];
+    let middle = TensorBox::new(vec![2], vec![2]);
+    big_endian
+        .read_box("big_endian", &middle, &mut part)
+        .unwrap();
+    assert_eq!(part, whole[8..16]);
+    let report = verify(&*big_endian, Level::Deep, VerifyOptions::default()).unwrap();
+    assert!(report.is_ok(), "{:?}", report.problems);
+}
+
+#[test]
 fn what_numpy_only_pickles_is_refused_by_name() {
-    for (name, what) in [
-        ("objects.npy", "|O"),
-        ("big_endian.npy", ">f4"),
-        ("bzip2.npz", "compressed"),
-    ] {
+    for (name, what) in [("objects.npy", "|O"), ("bzip2.npz", "compressed")] {
         match refused(&fixture("numpy_gguf").join(name)) {
             FileError::File { source, .. } => {
                 assert!(source.to_string().contains(what), "{source}")
@@ -100,16 +127,36 @@ fn what_numpy_only_pickles_is_refused_by_name() {
 }
 
 #[test]
-fn an_array_of_an_archive_that_is_refused_is_named() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("arrays.npz");
-    std::fs::copy(fixture("numpy_gguf/arrays.npz"), &path).unwrap();
-    replace(&path, b"'<f2'", b"'<U1'");
-    let text = with_causes(&refused(&path));
-    assert!(
-        text.contains("`half`: an array of NumPy's type `<U1`"),
-        "{text}"
-    );
+fn arrays_that_hold_no_numbers_are_opaque_beside_those_that_do() {
+    for name in ["mixed.npz", "mixed_compressed.npz"] {
+        let arrays = open(fixture("numpy_gguf").join(name), OpenOptions::default()).unwrap();
+        for (key, what) in [
+            ("texts", "NumPy's type `<U5`"),
+            ("times", "NumPy's type `<M8[D]`"),
+            ("objects", "NumPy's type `|O`"),
+            ("structures", "an array of structures"),
+        ] {
+            let kind = arrays.opaque_type(key).unwrap().unwrap();
+            assert!(kind.contains(what), "{kind}");
+        }
+        let numbers = View::new(
+            &*arrays,
+            |key| match key {
+                "weight" => Rename::Keep,
+                _ => Rename::Drop,
+            },
+            None,
+        )
+        .unwrap();
+        let mut weight = [0; 16];
+        let whole = TensorBox::whole(&[2, 1]);
+        numbers.read_box("weight", &whole, &mut weight).unwrap();
+        let elements = [1.5f64, -2.0].map(f64::to_le_bytes);
+        assert_eq!(weight.as_chunks().0, elements);
+        assert_converts(&numbers);
+        let report = verify(&*arrays, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.is_ok(), "{:?}", report.problems);
+    }
 }
 
 #[test]
