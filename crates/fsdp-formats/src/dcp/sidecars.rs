@@ -95,7 +95,7 @@ fn open_sidecar(
     let directory = CheckedDirectory::open_for(location, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
     let name: Arc<str> = Arc::from(name);
-    let description = match FlatFile::read_selected(assembler.directory(), &name, None, &|_| true) {
+    let description = match FlatFile::read(assembler.directory(), &name) {
         Ok(flat) => match flat.found.keys().find(|key| taken_keys.contains(*key)) {
             Some(key) => {
                 format!("a state dict with `{key}`, which another file of the directory has too")

@@ -7,7 +7,8 @@ use indexmap::IndexMap;
 use crate::error::FileError;
 use crate::formats::assembled::{Assembler, Held};
 use crate::limits::is_sane_shape;
-use crate::torch::flat::{FlatFile, Leaf};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::torch::flat::{FlatFile, Leaf, Selection};
 use crate::torch::read::add_leaf;
 
 /// The keys of a file of model states that hold parameters, or describe their layout.
@@ -20,6 +21,18 @@ const PARAMETER_KEYS: [&str; 7] = [
     "shared_params",
     "universal_checkpoint_info",
 ];
+
+/// The keys of a file of model states whose dicts are of one entry for each parameter.
+const KEYS_BY_PARAMETER: [&str; 3] = ["param_shapes", "frozen_param_shapes", "shared_params"];
+
+/// Reads a file of model states or of a rank's optimizer.
+pub(super) fn read_states(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileError> {
+    let selection = Selection {
+        flattened_keys: &KEYS_BY_PARAMETER,
+        ..Selection::default()
+    };
+    FlatFile::read_with(directory, name, None, selection)
+}
 
 /// The shapes of parameters, by name.
 pub(super) type Shapes = IndexMap<String, Vec<usize>>;

@@ -10,7 +10,9 @@ use std::collections::{BTreeMap, HashMap};
 use fsdp_layout::{DType, KeyPath, PathPart};
 
 use super::names::{MODEL_END, data_rank, is_model};
-use super::state::{Shapes, add_rest, model_path, param_shapes, shared_parameters, state_path};
+use super::state::{
+    Shapes, add_rest, model_path, param_shapes, read_states, shared_parameters, state_path,
+};
 use super::untrained::ModelFiles;
 use super::zero::{LAYOUT_KEYS, ZERO_3_GROUPS, check_ranks};
 use crate::error::FileError;
@@ -105,7 +107,7 @@ fn read_models(directory: &CheckedDirectory) -> Result<ModelFiles, FileError> {
     for name in directory.names()? {
         if is_model(&name) {
             let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
-            files.insert(rank, FlatFile::read(directory, &name, None)?);
+            files.insert(rank, read_states(directory, &name)?);
         }
     }
     let last_rank = files.keys().flatten().max();
@@ -148,7 +150,7 @@ fn add_empty(
 /// flat tensors there, which say nothing without those of the others.
 fn add_optimizer(assembler: &mut Assembler) -> Result<(), FileError> {
     let name = format!("{PARAMETERS_DIRECTORY}/{OPTIMIZER_FILE}");
-    let flat = FlatFile::read(assembler.directory(), &name, None)?;
+    let flat = FlatFile::read(assembler.directory(), &name)?;
     for (path, leaf) in flat.found.values() {
         let is_of_one_rank = match &path.0[..] {
             [PathPart::Key(first_key), PathPart::Key(second_key), ..]
@@ -200,7 +202,7 @@ impl Parameter<'_> {
                 continue;
             };
             let file_name = format!("{PARAMETERS_DIRECTORY}/{}/{file}", self.name);
-            let flat = FlatFile::read(assembler.directory(), &file_name, None)?;
+            let flat = FlatFile::read(assembler.directory(), &file_name)?;
             // A tensor lies in a dict, with notes on how it was cut; a count of steps, and all of
             // ZeRO 3, lies there by itself.
             let tensor_leaf = flat.found.get("param").or_else(|| flat.found.get(""));

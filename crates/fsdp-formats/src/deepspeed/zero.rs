@@ -11,7 +11,9 @@ use std::ops::Range;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, count_text};
 
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
-use super::state::{Shapes, add_rest, model_path, param_shapes, shared_parameters, state_path};
+use super::state::{
+    Shapes, add_rest, model_path, param_shapes, read_states, shared_parameters, state_path,
+};
 use super::untrained::ModelFiles;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
@@ -123,7 +125,7 @@ impl Shards {
                 continue;
             };
             let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
-            let flat = FlatFile::read(directory, &name, None)?;
+            let flat = read_states(directory, &name)?;
             if let Some(earlier) = files.insert(rank, flat) {
                 let reason = format!(
                     "it is of the same rank as `{}`: these are files of two saves",

@@ -1,7 +1,8 @@
 //! JSON as Python writes it: with the words `NaN`, `Infinity` and `-Infinity`, which JSON itself
-//! does not have.
+//! does not have, and with integers of any length, such as the 128 bits of NumPy's generators.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use fsdp_layout::PlainValue;
 use indexmap::IndexMap;
@@ -20,8 +21,8 @@ const WORDS: [(&[u8], f64); 3] = [
 /// The most markers that are tried.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// Reads a text of JSON, in which a number may be one of Python's words. What is built from it is
-/// charged to the budget.
+/// Reads a text of JSON, in which a number may be one of Python's words, or a long integer. What is
+/// built from it is charged to the budget.
 ///
 /// # Errors
 /// Any other text; more values than the budget allows.
@@ -32,14 +33,11 @@ pub(crate) fn parse(text: &[u8], budget: &mut Budget) -> Result<PlainValue, Form
         Err(error @ FormatError::TooLarge(_)) => return Err(error),
         Err(error) => error,
     };
-    // Each word becomes a string that begins with a marker, because strings are what a parser gives
-    // back unchanged.
+    // Each word and each long integer becomes a string that begins with a marker, because strings
+    // are what a parser gives back unchanged.
     for attempt in 0..MAX_ATTEMPTS {
         let marker = format!("number {attempt}: ");
         let (marked, word_count) = mark_words(text, &marker);
-        if word_count == 0 {
-            return Err(error);
-        }
         budget.clone_from(&whole_budget);
         let (value, found_count) = read(&marked, Some(&marker), budget)?;
         // A string of the text itself that looks like a marked word would be taken for a number:
@@ -140,6 +138,10 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 
     fn visit_f64<E: Error>(self, number: f64) -> Result<PlainValue, E> {
+        // The parser makes a float of a long integer. One that is marked keeps all its digits.
+        if self.0.marker.is_none() && number.abs() >= LEAST_LONG_INTEGER {
+            return Err(E::custom("an integer may have more than 64 bits"));
+        }
         Ok(PlainValue::Float(number))
     }
 
@@ -150,7 +152,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
             .and_then(|marker| number_of_marked_word(text, marker));
         if let Some(number) = number {
             self.0.found_count += 1;
-            return Ok(PlainValue::Float(number));
+            return Ok(number);
         }
         self.0.charge(text.len())?;
         Ok(PlainValue::Str(text.to_owned()))
@@ -178,45 +180,103 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 }
 
-/// Returns the text with every word outside of strings as a string, and the number of words.
+/// Returns the text with every word and every long integer outside of strings as a string, and
+/// their number.
 fn mark_words(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
     let mut marked = Vec::with_capacity(text.len());
     let mut word_count = 0;
     let mut position = 0;
     let mut is_in_string = false;
     while let Some(&byte) = text.get(position) {
-        let word = WORDS
-            .iter()
-            .find(|(word, _)| !is_in_string && text[position..].starts_with(word));
-        if let Some((word, _)) = word {
+        let rest = &text[position..];
+        let mut length = 1;
+        let mut is_word = false;
+        if is_in_string {
+            // A character after a backslash does not end the string.
+            if byte == b'\\' {
+                length = 2.min(rest.len());
+            }
+        } else if let Some((word, _)) = WORDS.iter().find(|(word, _)| rest.starts_with(word)) {
+            (length, is_word) = (word.len(), true);
+        } else if byte == b'-' || byte.is_ascii_digit() {
+            let is_of_number = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
+            let end = rest.iter().position(|byte| !is_of_number(byte));
+            length = end.unwrap_or(rest.len());
+            is_word = is_long_integer(&rest[..length]);
+        }
+        if is_word {
             marked.push(b'"');
             marked.extend_from_slice(marker.as_bytes());
-            marked.extend_from_slice(word);
+            marked.extend_from_slice(&rest[..length]);
             marked.push(b'"');
             word_count += 1;
-            position += word.len();
-            continue;
-        }
-        // A character after a backslash does not end the string.
-        let length = if is_in_string && byte == b'\\' {
-            2.min(text.len() - position)
         } else {
-            1
-        };
-        is_in_string ^= byte == b'"';
-        marked.extend_from_slice(&text[position..position + length]);
+            is_in_string ^= byte == b'"';
+            marked.extend_from_slice(&rest[..length]);
+        }
         position += length;
     }
     (marked, word_count)
 }
 
-/// Returns the value of a marked word; `None` for any other text.
-fn number_of_marked_word(text: &str, marker: &str) -> Option<f64> {
-    let word = text.strip_prefix(marker)?.as_bytes();
-    WORDS
-        .iter()
-        .find(|(python_word, _)| *python_word == word)
-        .map(|(_, value)| *value)
+/// The digits of an integer that may have more than 64 bits, up to those of the longest one that is
+/// read.
+const DIGITS_OF_LONG_INTEGERS: RangeInclusive<usize> = 19..=2400;
+/// The smallest float that such an integer may have become.
+const LEAST_LONG_INTEGER: f64 = 1e18;
+
+/// Returns `true` for a number without a fraction or an exponent that may have more than 64 bits.
+fn is_long_integer(number: &[u8]) -> bool {
+    let digits = number.strip_prefix(b"-").unwrap_or(number);
+    // JSON has no numbers with zeros before them.
+    digits.first() != Some(&b'0')
+        && digits.iter().all(u8::is_ascii_digit)
+        && DIGITS_OF_LONG_INTEGERS.contains(&digits.len())
+}
+
+/// Returns the value of a marked word or integer; `None` for any other text.
+fn number_of_marked_word(text: &str, marker: &str) -> Option<PlainValue> {
+    let word = text.strip_prefix(marker)?;
+    if is_long_integer(word.as_bytes()) {
+        return Some(match word.parse() {
+            Ok(integer) => PlainValue::Int(integer),
+            Err(_) => PlainValue::BigInt(bytes_of_integer(word)),
+        });
+    }
+    let mut words = WORDS.iter();
+    let (_, number) = words.find(|(python_word, _)| *python_word == word.as_bytes())?;
+    Some(PlainValue::Float(*number))
+}
+
+/// Returns an integer as little-endian two's complement, of as many bytes as it needs.
+fn bytes_of_integer(text: &str) -> Vec<u8> {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    let mut bytes = Vec::new();
+    for digit in digits.bytes() {
+        let mut carry = u16::from(digit - b'0');
+        for byte in &mut bytes {
+            let product = u16::from(*byte) * 10 + carry;
+            *byte = product as u8;
+            carry = product >> 8;
+        }
+        if carry > 0 {
+            bytes.push(carry as u8);
+        }
+    }
+    // The sign is the highest bit.
+    bytes.push(0);
+    if text.starts_with('-') {
+        let mut carry = true;
+        for byte in &mut bytes {
+            (*byte, carry) = (!*byte).overflowing_add(u8::from(carry));
+        }
+    }
+    while let [.., second, last] = bytes[..]
+        && last == if second >= 0x80 { 0xff } else { 0 }
+    {
+        bytes.pop();
+    }
+    bytes
 }
 
 #[cfg(test)]
@@ -288,6 +348,40 @@ mod tests {
     }
 
     #[test]
+    fn longer_integers_keep_all_digits_and_floats_stay_floats() {
+        // The state of a generator of NumPy has 128 bits.
+        let big = |bytes: &[u8]| PlainValue::BigInt(bytes.to_vec());
+        let two_to_64 = [&[0; 8][..], &[1]].concat();
+        for (text, value) in [
+            ("18446744073709551616", big(&two_to_64)),
+            ("-9223372036854775808", PlainValue::Int(i64::MIN)),
+            (
+                "-9223372036854775809",
+                big(&[255, 255, 255, 255, 255, 255, 255, 127, 255]),
+            ),
+            ("-18446744073709551616", big(&[0, 0, 0, 0, 0, 0, 0, 0, 255])),
+            (
+                "18446744073709551616.0",
+                PlainValue::Float(18446744073709551616.0),
+            ),
+            ("1e300", PlainValue::Float(1e300)),
+            ("-2e18", PlainValue::Float(-2e18)),
+        ] {
+            assert_eq!(parsed(text.as_bytes()).unwrap(), value, "{text}");
+        }
+        let text = r#"{"18446744073709551616": [NaN, 340282366920938463463374607431768211456, "18446744073709551616"]}"#;
+        let PlainValue::Dict(entries) = parsed(text.as_bytes()).unwrap() else {
+            panic!("no dict")
+        };
+        let (key, PlainValue::List(items)) = &entries[0] else {
+            panic!("no list")
+        };
+        assert_eq!(*key, PlainValue::from("18446744073709551616"));
+        assert_eq!(items[1], big(&[&[0; 16][..], &[1]].concat()));
+        assert_eq!(items[2], PlainValue::from("18446744073709551616"));
+    }
+
+    #[test]
     fn what_is_no_json_is_an_error() {
         for text in [
             "",
@@ -300,6 +394,8 @@ mod tests {
             "+Infinity",
             "{NaN: 1}",
             "\"\\",
+            "00018446744073709551616",
+            "18446744073709551616-",
         ] {
             assert!(parsed(text.as_bytes()).is_err(), "{text}");
         }

@@ -31,7 +31,7 @@ pub(super) fn read(
     placements: Option<&Placements>,
 ) -> Result<FlatFile, FileError> {
     let mut flat = match file.kind {
-        FileKind::Torch => FlatFile::read_selected(directory, &file.name, None, &|_| true)?,
+        FileKind::Torch => FlatFile::read(directory, &file.name)?,
         FileKind::Safetensors => read_safetensors(directory, &file.name, placements)?,
         FileKind::Json => read_json(directory, &file.name)?,
         FileKind::Raw => read_raw(directory, &file.name)?,

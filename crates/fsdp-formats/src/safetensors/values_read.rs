@@ -1,5 +1,5 @@
 //! Reads a values file: first the places of the values in its text, and a value when it is wanted.
-//! Every element is charged to the memory budget before it is built.
+//! An element takes two bytes of text at least, so the text bounds what is built of it.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -270,8 +270,6 @@ fn decode(
     read_tensor: ReadTensor<'_>,
 ) -> Result<PlainValue, FormatError> {
     let mut context = Context {
-        element_budget: Budget::new(0, 1),
-        text_budget: Budget::new(text.len() as u64, 1),
         read_tensor,
         error: None,
     };
@@ -288,33 +286,12 @@ fn decode(
 
 /// The state that the readers of the parts share.
 struct Context<'c> {
-    element_budget: Budget,
-    text_budget: Budget,
     read_tensor: ReadTensor<'c>,
     /// The first error that is not JSON's.
     error: Option<FormatError>,
 }
 
-/// The bytes that an element is charged besides its text. A list has room for a power of two of
-/// elements, and twice as much for a moment when it grows: with this cost, the last growth within
-/// the budget is to 2^19 elements, which takes 44 MiB.
-const ELEMENT_COST_BYTES: u64 = 64;
-
 impl Context<'_> {
-    /// Charges an element to the memory budget.
-    fn charge_element<E: Error>(&mut self) -> Result<(), E> {
-        self.element_budget
-            .charge("memory for values", ELEMENT_COST_BYTES)
-            .map_err(|over| self.fail(over.into()))
-    }
-
-    /// Charges the text of an element to the memory budget.
-    fn charge_text<E: Error>(&mut self, text: &str) -> Result<(), E> {
-        self.text_budget
-            .charge("memory for text", text.len() as u64)
-            .map_err(|over| self.fail(over.into()))
-    }
-
     /// Keeps an error to be returned by [`decode`], and returns the one that stops the JSON reader.
     fn fail<E: Error>(&mut self, error: FormatError) -> E {
         let reader_error = E::custom(&error);
@@ -380,7 +357,6 @@ impl<'de> DeserializeSeed<'de> for ValueSeed<'_, '_> {
     type Value = PlainValue;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PlainValue, D::Error> {
-        self.context.charge_element()?;
         deserializer.deserialize_any(self)
     }
 }
@@ -413,7 +389,6 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<PlainValue, E> {
-        self.context.charge_text(text)?;
         Ok(PlainValue::Str(text.to_owned()))
     }
 
@@ -431,8 +406,6 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<PlainValue, A::Error> {
         let mut entries: Vec<(PlainValue, PlainValue)> = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
-            self.context.charge_element()?;
-            self.context.charge_text(&key)?;
             let value = map.next_value_seed(self.item_seed())?;
             if self.depth >= VALUES_DEPTH && entries.is_empty() && key.starts_with('$') {
                 let converted = match map.next_key::<IgnoredAny>()? {

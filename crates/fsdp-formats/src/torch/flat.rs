@@ -59,41 +59,44 @@ pub(crate) enum Leaf {
     Value(Held),
 }
 
+/// What is read of a file.
+#[derive(Clone, Copy)]
+pub(crate) struct Selection<'s> {
+    /// Returns `false` for the flat keys of very large values that are left out.
+    pub(crate) is_wanted: KeyFilter<'s>,
+    /// The keys at the top of the file below which everything gets a flat key of its own.
+    pub(crate) flattened_keys: &'s [&'s str],
+}
+
+impl Default for Selection<'_> {
+    /// Makes the selection of all that is in a file.
+    fn default() -> Self {
+        Selection {
+            is_wanted: &|_| true,
+            flattened_keys: &[],
+        }
+    }
+}
+
 impl FlatFile {
     /// Reads a file of this name: its pickle and the values in it, each at a flat key. Tensors are
-    /// located, but not read. `archive` is the directory of the file's records, if that was read
-    /// already.
+    /// located, but not read. A dict or list of very many values without tensors stays one value.
     ///
     /// Logs a warning if some tensors have a class or attributes in Python that are not kept.
-    pub(crate) fn read(
-        directory: &CheckedDirectory,
-        name: &str,
-        archive: Option<Directory>,
-    ) -> Result<Self, FileError> {
-        Self::read_with(directory, name, archive, None)
+    pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
+        Self::read_with(directory, name, None, Selection::default())
     }
 
-    /// Reads a file as [`FlatFile::read`] does, but dicts and lists of very many values without
-    /// tensors stay one value each. Those whose flat keys `is_wanted` returns `false` for are left
-    /// out.
-    pub(crate) fn read_selected(
+    /// Reads a file as [`FlatFile::read`] does, of which only some is wanted. `archive` is the
+    /// directory of the file's records, if that was read already.
+    pub(crate) fn read_with(
         directory: &CheckedDirectory,
         name: &str,
         archive: Option<Directory>,
-        is_wanted: KeyFilter<'_>,
-    ) -> Result<Self, FileError> {
-        Self::read_with(directory, name, archive, Some(is_wanted))
-    }
-
-    /// Reads a file in one of the two ways.
-    fn read_with(
-        directory: &CheckedDirectory,
-        name: &str,
-        archive: Option<Directory>,
-        is_wanted: Option<KeyFilter<'_>>,
+        selection: Selection<'_>,
     ) -> Result<Self, FileError> {
         let file = directory.file(name)?;
-        let (found, structure, storages) = flatten_file(&*file, archive, is_wanted)
+        let (found, structure, storages) = flatten_file(&*file, archive, selection)
             .map_err(|source| directory.file_error(name, source))?;
         let flat = FlatFile {
             name: Arc::from(name),
@@ -172,8 +175,7 @@ struct Flattener<'p, 'a> {
     /// The dicts and lists that are not flattened, because they hold very many values.
     large: HashSet<NodeId>,
     /// Returns `true` for the flat keys of the large ones that are read. Others are left out.
-    /// Without this, all are flattened.
-    is_wanted: Option<KeyFilter<'p>>,
+    is_wanted: KeyFilter<'p>,
     found: Leaves,
 }
 
@@ -203,7 +205,7 @@ impl Contents {
 fn flatten_file(
     file: &dyn ReadAt,
     archive: Option<Directory>,
-    is_wanted: Option<KeyFilter<'_>>,
+    selection: Selection<'_>,
 ) -> Result<(Leaves, Structure, Storages)> {
     let mut start = [0; legacy::START_LENGTH];
     if archive.is_none() && file.len() >= start.len() as u64 {
@@ -230,14 +232,10 @@ fn flatten_file(
         walk: Walk::new(&parsed),
         loader: TensorLoader::new(&storages, file),
         large: HashSet::new(),
-        is_wanted,
+        is_wanted: selection.is_wanted,
         found: Leaves::new(),
     };
-    if is_wanted.is_some() {
-        flattener.find_large(parsed.root())?;
-        // A file always has flat keys.
-        flattener.large.remove(&parsed.root());
-    }
+    flattener.find_large_below(parsed.root(), selection.flattened_keys)?;
     let structure = flattener.flatten(parsed.root(), &KeyPath::default())?;
     let found = flattener.found;
     Ok((found, structure, storages))
@@ -318,11 +316,7 @@ impl Flattener<'_, '_> {
         for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
             let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
             let item_path = self.child_path(id, path, text)?;
-            let is_left_out = self.large.contains(&value)
-                && self
-                    .is_wanted
-                    .is_some_and(|is_wanted| !is_wanted(&item_path.flat_key()));
-            if is_left_out {
+            if self.large.contains(&value) && !(self.is_wanted)(&item_path.flat_key()) {
                 continue;
             }
             items.push((key, self.flatten(value, &item_path)?));
@@ -422,6 +416,28 @@ impl Flattener<'_, '_> {
             .collect()
     }
 
+    /// Finds the dicts and lists below the root that stay one value, as [`Flattener::find_large`]
+    /// does. The root has flat keys always, and so has all below these of its keys.
+    fn find_large_below(&mut self, root: NodeId, flattened_keys: &[&str]) -> Result<()> {
+        let pickle = self.walk.pickle;
+        match pickle.node(root) {
+            Node::Dict(entries) => {
+                for &(key, value) in entries {
+                    if !matches!(pickle.node(key), Node::Str(key) if flattened_keys.contains(key)) {
+                        self.find_large(value)?;
+                    }
+                }
+            }
+            Node::List(_) | Node::Tuple(_) => {
+                for &item in pickle.sequence(root)? {
+                    self.find_large(item)?;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// Finds the dicts and lists at and below a node that hold more values than are flattened, and
     /// neither tensors nor objects: the innermost ones, which count as one value in those around
     /// them. Returns what the node holds.
@@ -439,6 +455,11 @@ impl Flattener<'_, '_> {
                     contents.has_objects |=
                         matches!(pickle.node(key), Node::Opaque(_) | Node::Foreign(..));
                     self.add_contents(&mut contents, value)?;
+                    // Optimizers expect the flat keys of their groups, however many there are.
+                    if *pickle.node(key) == Node::Str(PARAM_GROUPS) {
+                        self.large.remove(&value);
+                        contents.has_objects = true;
+                    }
                 }
             }
             Node::List(_) | Node::Tuple(_) => {
@@ -633,6 +654,9 @@ fn unsupported_key(pickle: &Pickle<'_>, key: NodeId) -> FormatError {
     };
     FormatError::unsupported(format!("{kind} as the key of a dict"))
 }
+
+/// The key of the groups of parameters of an optimizer.
+const PARAM_GROUPS: &str = "param_groups";
 
 /// The bytes that a look at the arguments of an object is charged, whether they describe a tensor.
 const LOOK_COST_BYTES: u64 = 128;

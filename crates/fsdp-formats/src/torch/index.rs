@@ -57,7 +57,7 @@ pub(crate) fn open(
     let mut structure = None;
     let mut file_of_key = HashMap::new();
     for (file, keys) in &files {
-        let flat = FlatFile::read_selected(assembler.directory(), file, None, &|_| true)?;
+        let flat = FlatFile::read(assembler.directory(), file)?;
         if let Some(missing_key) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason =
                 format!("it does not hold `{missing_key}`, which the index looks for here");

@@ -7,7 +7,7 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::{Format, KeyFilter};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::torch::flat::{FlatFile, Leaf};
+use crate::torch::flat::{FlatFile, Leaf, Selection};
 use crate::zip::Directory;
 
 /// Opens a file of `torch.save`, written by any version of torch. `archive` is the directory of its
@@ -23,7 +23,11 @@ pub(crate) fn open(
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Torch, location.name(), directory);
-    let flat = FlatFile::read_selected(assembler.directory(), name, archive, is_wanted)?;
+    let selection = Selection {
+        is_wanted,
+        ..Selection::default()
+    };
+    let flat = FlatFile::read_with(assembler.directory(), name, archive, selection)?;
     add(&mut assembler, &flat, &[])?;
     Ok(assembler.finish(Some(flat.structure)))
 }

@@ -209,12 +209,6 @@ fn a_tensor_that_many_values_name_is_not_read_for_each() {
 
 #[test]
 fn json_of_numbers_takes_no_more_than_its_file_and_a_little() {
-    let numbers = format!("[{}1]", "1,".repeat(49 << 20));
-    let error = error_of(&[
-        ("m.safetensors", safetensors(1)),
-        ("values.json", values(&numbers)),
-    ]);
-    assert!(error.contains("memory for values"), "{error}");
     // In a header, an index, and the notes of shards.
     let numbers = format!("[{}1]", "1,".repeat(16 << 20));
     let header = format!(r#"{{"b":{{"dtype":"U8","shape":{numbers},"data_offsets":[0,1]}}}}"#);

@@ -190,13 +190,14 @@ fn dict<K: Into<PlainValue>>(items: Vec<(K, PlainValue)>) -> PlainValue {
     )
 }
 
-/// Writes the shards of ZeRO 2 of one rank: a flat tensor of parameters of these shapes, and a
-/// moment like it.
+/// Writes the shards of ZeRO 2 of one rank: a flat tensor of parameters of these shapes, a moment
+/// like it, and the trainer's values.
 fn write_zero2(
     path: &std::path::Path,
     flat: &PlainTensor,
     shapes: Vec<(&str, Vec<i64>)>,
     moment: &PlainTensor,
+    values: Vec<(&str, PlainValue)>,
 ) {
     let shape =
         |sizes: Vec<i64>| PlainValue::Tuple(sizes.into_iter().map(PlainValue::Int).collect());
@@ -204,11 +205,13 @@ fn write_zero2(
         .into_iter()
         .map(|(name, sizes)| (name, shape(sizes)))
         .collect();
-    let model = dict(vec![
+    let mut model = vec![
         ("module", PlainValue::Dict(Vec::new())),
         ("buffer_names", PlainValue::List(Vec::new())),
         ("param_shapes", PlainValue::List(vec![dict(shapes)])),
-    ]);
+    ];
+    model.extend(values);
+    let model = dict(model);
     let state = PlainValue::Dict(vec![(
         PlainValue::Int(0),
         dict(vec![("exp_avg", PlainValue::Tensor(moment.clone()))]),
@@ -252,6 +255,7 @@ fn master_parameters_and_moments_keep_their_dtype() {
         &flat,
         vec![("a", vec![2, 2]), ("b", vec![2])],
         &moment,
+        Vec::new(),
     );
     let checkpoint = opened(parent.path());
     for (key, dtype, shape, data) in [
@@ -275,6 +279,40 @@ fn master_parameters_and_moments_keep_their_dtype() {
             .unwrap();
         assert_eq!(read, data, "{key}");
     }
+}
+
+#[test]
+fn a_long_log_beside_the_shards_is_one_value_and_parameters_of_any_number_are_found() {
+    let parent = TempDir::new().unwrap();
+    let names: Vec<String> = (0..12_000)
+        .map(|number| format!("layer{number}.weight"))
+        .collect();
+    let flat = PlainTensor {
+        dtype: DType::F32,
+        shape: vec![names.len()],
+        data: vec![7; 4 * names.len()],
+    };
+    let shapes = names.iter().map(|name| (name.as_str(), vec![1])).collect();
+    let entry = |step| dict(vec![("loss", 0.5.into()), ("step", PlainValue::Int(step))]);
+    let log = PlainValue::List((0..50_000).map(entry).collect());
+    let rates = (0..30_000).map(|step| (PlainValue::Int(step), 0.25.into()));
+    let rates = PlainValue::Dict(rates.collect());
+    let values = vec![
+        ("log", log.clone()),
+        ("lr_scheduler", dict(vec![("rates", rates.clone())])),
+    ];
+    write_zero2(parent.path(), &flat, shapes, &flat, values);
+    let checkpoint = opened(parent.path());
+    assert!(checkpoint.read_value("log").unwrap() == log);
+    assert!(checkpoint.read_value("lr_scheduler.rates").unwrap() == rates);
+    let metadata = checkpoint.metadata();
+    for name in &names {
+        assert!(
+            metadata.tensor(&format!("model.{name}")).is_some(),
+            "{name}"
+        );
+    }
+    assert_eq!(metadata.entries.len(), 2 * names.len() + 2);
 }
 
 /// The time is linear: a test that takes longer is stopped by the test runner.

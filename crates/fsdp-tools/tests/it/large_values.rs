@@ -201,6 +201,30 @@ fn a_long_log_in_a_torch_file_is_one_value_that_every_format_keeps_and_a_short_o
 }
 
 #[test]
+fn the_groups_of_an_optimizer_have_flat_keys_however_many_there_are() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("optimizer.pt");
+    let options = ["lr", "eps", "weight_decay", "maximize", "fused", "foreach"];
+    let group = |index| {
+        let mut items: Vec<(&str, PlainValue)> =
+            options.iter().map(|option| (*option, 0.5.into())).collect();
+        items.push(("params", PlainValue::List(vec![PlainValue::Int(index)])));
+        dict(items)
+    };
+    let groups = PlainValue::List((0..2000).map(group).collect());
+    let optimizer = dict(vec![
+        ("state", PlainValue::Dict(Vec::new())),
+        ("param_groups", groups),
+    ]);
+    let state = dict(vec![("optimizer", optimizer)]);
+    std::fs::write(&path, encode_value(&state).unwrap()).unwrap();
+    let source = opened(&path);
+    assert_eq!(source.metadata().entries.len(), 2000 * 7);
+    let last = source.read_value("optimizer.param_groups.1999.lr").unwrap();
+    assert_eq!(last, 0.5.into());
+}
+
+#[test]
 fn a_log_that_is_not_wanted_is_not_read() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("log.pt");
