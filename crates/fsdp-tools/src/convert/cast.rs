@@ -110,7 +110,7 @@ impl<'m> Roles<'m> {
     pub(crate) fn is_scale(&self, fqn: &str) -> bool {
         let name = last_part(fqn).to_ascii_lowercase();
         // The optimizers of bitsandbytes number theirs: `absmax1`.
-        name.split('_')
+        name.split(['_', ':'])
             .map(|word| word.trim_end_matches(|digit: char| digit.is_ascii_digit()))
             .any(|word| SCALE_WORDS.contains(&word))
             && self.quantized_places.contains(parent_of(fqn))
@@ -118,8 +118,8 @@ impl<'m> Roles<'m> {
 }
 
 /// The words in the names of what gives quantized elements their meaning: those of DeepSeek,
-/// compressed-tensors, FBGEMM, GPTQ, AWQ, bitsandbytes, HQQ and quanto.
-const SCALE_WORDS: [&str; 13] = [
+/// compressed-tensors, FBGEMM, GPTQ, AWQ, bitsandbytes, HQQ, quanto, torchao, AQLM, HIGGS and MLX.
+const SCALE_WORDS: [&str; 16] = [
     "scale",
     "scales",
     "absmax",
@@ -133,15 +133,22 @@ const SCALE_WORDS: [&str; 13] = [
     "qzeros",
     "codebook",
     "codebooks",
+    "shift",
+    "biases",
+    "tables",
 ];
 
 /// Returns `true` for a tensor of codes: of 8 bits or fewer, or of several packed into an integer.
 fn is_quantized(fqn: &str, dtype: DType) -> bool {
-    if dtype == DType::I32 || dtype == DType::U32 {
-        let name = last_part(fqn);
-        return name == "qweight" || name.ends_with("_packed");
+    match dtype {
+        DType::I8 | DType::U8 => true,
+        // No weight that is trained is of integers.
+        DType::I16 | DType::U16 | DType::I32 | DType::U32 | DType::I64 | DType::U64 => {
+            let name = last_part(fqn);
+            matches!(name, "weight" | "qweight" | "codes") || name.ends_with("_packed")
+        }
+        _ => dtype.is_float() && dtype.bits() == 8,
     }
-    matches!(dtype, DType::I8 | DType::U8) || (dtype.is_float() && dtype.bits() == 8)
 }
 
 /// Returns the key without its last part; empty for a key of one part.

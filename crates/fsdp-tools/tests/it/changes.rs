@@ -262,6 +262,47 @@ fn scales_beside_weights_of_8_bits_are_left_alone_and_told() {
 }
 
 #[test]
+fn scales_of_every_quantizer_are_left_alone() {
+    let parent = TempDir::new().unwrap();
+    let codes = |dtype: DType| tensor(dtype, &[2, 2], vec![1; 4 * dtype.size_in_bytes() as usize]);
+    let scale = || floats(&[2, 1], &[0.1, 0.3]);
+    // The tensor of codes, and what gives the codes their meaning.
+    for (name, dtype, scales) in [
+        ("weight", DType::U32, &["scales", "biases"][..]),
+        (
+            "weight._data",
+            DType::U8,
+            &["weight._scale", "weight._shift"],
+        ),
+        (
+            "weight:qdata",
+            DType::I8,
+            &["weight:scale", "weight:zero_point"],
+        ),
+        ("codes", DType::I16, &["codebooks", "scales"]),
+        ("weight", DType::I16, &["scales", "tables", "tables2"]),
+        ("gate_up_proj_blocks", DType::U8, &["gate_up_proj_scales"]),
+        ("W_q", DType::U8, &["scale", "zero"]),
+    ] {
+        let mut items = vec![("layer.norm".to_owned(), scale())];
+        items.push((format!("layer.proj.{name}"), codes(dtype)));
+        for scale_name in scales {
+            items.push((format!("layer.proj.{scale_name}"), scale()));
+        }
+        let items = items
+            .iter()
+            .map(|(key, value)| (key.as_str(), value.clone()));
+        let source = opened(&write(&parent, &dict(items.collect())));
+        let view = cast_to(&*source, DType::BF16, false);
+        let kept = told(&view.changes(), "scales are never cast").len();
+        assert_eq!(kept, scales.len(), "{name}: {:?}", view.changes());
+        let is_cast =
+            |key: &str| view.metadata().tensor(key).unwrap().properties.dtype == DType::BF16;
+        assert!(is_cast("layer.norm"));
+    }
+}
+
+#[test]
 fn dequantized_weights_are_the_products_with_their_scales() {
     let parent = TempDir::new().unwrap();
     let source = opened(&write(&parent, &quantized_state()));
