@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, count_text};
 
 use crate::metadata::Metadata;
@@ -38,11 +39,20 @@ impl Change {
     }
 }
 
-/// Returns the tensors whose elements are those of another tensor, because both are one in the
-/// program that saved them (tied weights), each with the first tensor that has these elements.
+/// The place of the bytes from a tensor's first element to its last one.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Place<'m> {
+    file: &'m str,
+    start: u64,
+    end: u64,
+    /// `true` if elements of other tensors may lie between its own, as those of a column do.
+    has_gaps: bool,
+}
+
+/// Returns the tensors that have elements of another tensor, because both are one in the program
+/// that saved them (tied weights, views), each with a tensor that has these elements too.
 pub(crate) fn find_shared(metadata: &Metadata) -> HashMap<String, String> {
-    let mut first_keys: HashMap<(&str, u64, u64, DType), &str> = HashMap::new();
-    let mut shared = HashMap::new();
+    let mut tensors = Vec::new();
     for (fqn, tensor) in metadata.tensors() {
         let [chunk] = &tensor.chunks[..] else {
             continue;
@@ -50,15 +60,39 @@ pub(crate) fn find_shared(metadata: &Metadata) -> HashMap<String, String> {
         let Some(stored) = chunk.stored.as_ref().filter(|stored| stored.length > 0) else {
             continue;
         };
-        let place = (
-            stored.relative_path.as_str(),
-            stored.offset,
-            stored.length,
-            tensor.properties.dtype,
-        );
-        let first_key = *first_keys.entry(place).or_insert(fqn);
-        if first_key != fqn {
-            shared.insert(fqn.to_owned(), first_key.to_owned());
+        let element_count = checked_numel(&tensor.shape).unwrap_or(usize::MAX) as u64;
+        let dense_bytes = element_count.saturating_mul(tensor.properties.dtype.size_in_bytes());
+        let place = Place {
+            file: &stored.relative_path,
+            start: stored.offset,
+            end: stored.offset.saturating_add(stored.length),
+            has_gaps: stored.transforms.is_empty() && stored.length > dense_bytes,
+        };
+        tensors.push((place, fqn));
+    }
+    // Of those that begin at one place, the longest comes first.
+    tensors.sort_by(|(first, _), (second, _)| {
+        let ends = second.end.cmp(&first.end);
+        (first.file, first.start)
+            .cmp(&(second.file, second.start))
+            .then(ends)
+    });
+    let mut shared = HashMap::new();
+    // The one of those so far that reaches farthest.
+    let mut farthest: Option<&(Place<'_>, &str)> = None;
+    for tensor in &tensors {
+        let (place, fqn) = tensor;
+        match farthest {
+            Some((other, other_key)) if other.file == place.file && place.start < other.end => {
+                // One that begins between the elements of another one may have none of them.
+                if place == other || !other.has_gaps {
+                    shared.insert((*fqn).to_owned(), (*other_key).to_owned());
+                }
+                if place.end > other.end {
+                    farthest = Some(tensor);
+                }
+            }
+            _ => farthest = Some(tensor),
         }
     }
     shared

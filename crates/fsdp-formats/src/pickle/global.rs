@@ -46,7 +46,8 @@ pub(crate) enum Global {
     RebuildTensorV3,
     /// `torch._utils._rebuild_qtensor`
     RebuildQTensor,
-    /// `torch._utils._rebuild_parameter`, and the variant with state.
+    /// `torch._utils._rebuild_parameter`, the variant with state, and what rebuilds a tensor of a
+    /// device such as XLA's: each makes it of the plain tensor that is its first argument.
     RebuildParameter,
     /// `torch._tensor._rebuild_from_type_v2`
     RebuildFromTypeV2,
@@ -174,7 +175,9 @@ impl Global {
                 "_rebuild_tensor_v2" => RebuildTensorV2,
                 "_rebuild_tensor_v3" => RebuildTensorV3,
                 "_rebuild_qtensor" => RebuildQTensor,
-                "_rebuild_parameter" | "_rebuild_parameter_with_state" => RebuildParameter,
+                "_rebuild_parameter"
+                | "_rebuild_parameter_with_state"
+                | "_rebuild_device_tensor_from_cpu_tensor" => RebuildParameter,
                 _ => return None,
             },
             "torch._tensor" if name == "_rebuild_from_type_v2" => RebuildFromTypeV2,

@@ -22,7 +22,7 @@ pub(super) fn list_changes(source: &dyn Checkpoint, written: Vec<Change>) -> Vec
     shared.sort_unstable();
     changes.extend(Change::new(
         "tensor",
-        "got elements of its own, which are those of another tensor in the source",
+        "got a copy of elements that another tensor has too in the source",
         shared,
     ));
     changes

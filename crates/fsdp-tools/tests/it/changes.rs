@@ -805,6 +805,13 @@ fn tied_tensors_that_become_two_are_told() {
             ["flat: embed.weight", "lm_head.weight: embed.weight"]
         );
     }
+    // A part of a tensor, and a column of it.
+    let views = opened(&crate::foreign::fixture("views.pt"));
+    let report = to(&*views, &parent.path().join("views"), OutputFormat::Torch);
+    assert_eq!(
+        told(&report.changes, "another tensor"),
+        ["column: qkv", "k: qkv", "q: qkv"]
+    );
     // Also where they are renamed or cast, but not where only one of them is written.
     let path = parent.path().join("view");
     let view = View::new(&*source, renamed(&[("embed.", "x.")]), None).unwrap();

@@ -283,6 +283,18 @@ fn torch_files_open_around_what_is_opaque() {
 
 /// Megatron-core's `.metadata` holds objects of its planner, and its data `ShardedObject`s.
 #[test]
+fn a_tensor_of_a_device_without_storages_is_a_tensor() {
+    let source = open(foreign("on_device.pt"), OpenOptions::default()).unwrap();
+    let mut elements = [0; 8];
+    let whole = TensorBox::whole(&[2]);
+    source.read_box("w", &whole, &mut elements).unwrap();
+    assert_eq!(
+        *elements.as_chunks().0,
+        [1.5f32, -2.0].map(f32::to_le_bytes)
+    );
+}
+
+#[test]
 fn checkpoints_of_megatron_core_open_and_reshard() {
     let parent = tempfile::tempdir().unwrap();
     let path = foreign("mcore");
