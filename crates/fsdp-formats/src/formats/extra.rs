@@ -203,9 +203,27 @@ pub(crate) fn is_beside_items(path: &str) -> bool {
 }
 
 /// Returns `true` for data files of another save, for weights in another format, which a copy would
-/// make stale, and for signatures, which are of the original's bytes.
+/// make stale, for signatures, which are of the original's bytes, and for what interrupted programs
+/// have left.
 fn is_other_data(name: &str) -> bool {
-    const STARTS: [&str; 3] = ["pytorch_model", "tf_model", "flax_model"];
-    const ENDS: [&str; 5] = [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"];
-    STARTS.iter().any(|start| name.starts_with(start)) || ENDS.iter().any(|end| name.ends_with(end))
+    const STARTS: [&str; 5] = ["pytorch_model", "tf_model", "flax_model", "._", ".nfs"];
+    const ENDS: [&str; 11] = [
+        ".distcp",
+        ".safetensors",
+        ".gguf",
+        ".onnx",
+        ".sig",
+        ".msgpack",
+        ".h5",
+        ".ot",
+        ".ckpt",
+        ".tmp",
+        ".incomplete",
+    ];
+    // Weights that have another name than those which are read, and the indexes of such.
+    let is_of_model =
+        name.contains("model") && (name.ends_with(".bin") || name.contains(".index."));
+    is_of_model
+        || STARTS.iter().any(|start| name.starts_with(start))
+        || ENDS.iter().any(|end| name.ends_with(end))
 }

@@ -365,11 +365,21 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
     .unwrap();
     convert(&*source, &hf, directory, ConvertOptions::default()).unwrap();
     let extra = ["common.pt", "config.json", "meta.pt", "tokenizer.json"];
+    // Copies of these would be stale, and nobody needs what was never finished.
+    let others = [
+        "pytorch_model.bin",
+        "diffusion_pytorch_model.bin",
+        "diffusion_pytorch_model.safetensors.index.fp16.json",
+        "rust_model.ot",
+        "model.safetensors.tmp",
+    ];
     for path in [&from, &hf] {
         for name in extra {
             std::fs::write(path.join(name), name).unwrap();
         }
-        std::fs::write(path.join("pytorch_model.bin"), "other weights").unwrap();
+        for name in others {
+            std::fs::write(path.join(name), "other weights").unwrap();
+        }
         std::fs::create_dir(path.join("below")).unwrap();
     }
     for (number, (from, target, comes)) in [
@@ -391,10 +401,7 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
         let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
         assert_eq!(done.copied, comes, "{target:?}");
         let stays = extra.into_iter().filter(|name| !comes.contains(name));
-        let mut all: Vec<&str> = ["below", "pytorch_model.bin"]
-            .into_iter()
-            .chain(stays)
-            .collect();
+        let mut all: Vec<&str> = others.into_iter().chain(["below"]).chain(stays).collect();
         let mut left = done.left_behind.clone();
         all.sort_unstable();
         left.sort();
