@@ -205,23 +205,51 @@ fn open_directory(
     if let Some(what) = megatron_format(&directory, &names)? {
         return Err(unsupported_error(location, what));
     }
-    if let Some(what) = unknown_torch_files(&names) {
+    // An interrupted save of DCP may have other files beside its own.
+    if !names.iter().any(|name| is_data_of_dcp(name))
+        && let Some(what) = unknown_files(&names).or_else(|| folders_of_parts(location, &names))
+    {
         return Err(unsupported_error(location, &what));
     }
     // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
 }
 
-/// Returns the description, for an error, of a directory with files of `torch.save` whose names
-/// tell no format; `None` if there are none, or it is one of DCP's.
-fn unknown_torch_files(names: &[String]) -> Option<String> {
-    let is_of_torch = |name: &&String| {
-        let mut endings = [".pt", ".pth", ".bin", ".ckpt"].iter();
-        !name.starts_with('.') && endings.any(|ending| name.ends_with(ending))
+/// Returns `true` for the name of a file that is a checkpoint by itself, or a rank's.
+fn is_checkpoint_file(name: &str) -> bool {
+    const ENDINGS: [&str; 7] = [".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", ".npy"];
+    !name.starts_with('.') && ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+/// Returns the description, for an error, of a directory whose parts are in folders of their own,
+/// as the models of a pipeline are; `None` if there are no such folders.
+fn folders_of_parts(location: &Location, names: &[String]) -> Option<String> {
+    /// The most entries that are looked at.
+    const MAX_ENTRIES: usize = 100;
+    let has_checkpoint = |name: &&String| {
+        let part_names = location.join(name).names().unwrap_or_default();
+        let mut part_names = part_names.iter().take(MAX_ENTRIES);
+        part_names.any(|name| {
+            name == METADATA_FILE || name.ends_with(SAFETENSORS) || is_checkpoint_file(name)
+        })
     };
-    let files: Vec<&String> = names.iter().filter(is_of_torch).collect();
-    // An interrupted save of DCP may have other files beside its own.
-    if files.is_empty() || names.iter().any(|name| is_data_of_dcp(name)) {
+    let names = names.iter().filter(|name| !name.starts_with('.'));
+    let folders: Vec<&String> = names.take(MAX_ENTRIES).filter(has_checkpoint).collect();
+    if folders.is_empty() {
+        return None;
+    }
+    let folders = listed(&folders, " folders", |name| format!("`{name}`"));
+    Some(format!(
+        "a directory whose checkpoints are in folders of their own, {folders} (name one of them),"
+    ))
+}
+
+/// Returns the description, for an error, of a directory with files whose names tell no format;
+/// `None` if there are none.
+fn unknown_files(names: &[String]) -> Option<String> {
+    let files = names.iter().filter(|name| is_checkpoint_file(name));
+    let files: Vec<&String> = files.collect();
+    if files.is_empty() {
         return None;
     }
     let files = listed(&files, |name| format!("`{name}`"));
@@ -321,10 +349,11 @@ fn open_content(
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
             location, directory, options,
         )?)),
-        _ => Err(unsupported_error(
-            location,
-            "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
-        )),
+        _ => {
+            let what =
+                "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,";
+            Err(directory.file_error(name, FormatError::unsupported(what)))
+        }
     }
 }
 

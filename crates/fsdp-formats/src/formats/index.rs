@@ -45,7 +45,10 @@ impl Index {
             .sort_by_cached_key(|key, _| self.weight_map.get_index_of(key).unwrap_or(usize::MAX));
     }
 
-    /// Returns the keys of each file. A file that is not in the directory of the index is an error.
+    /// Returns the keys of each file.
+    ///
+    /// # Errors
+    /// Files that are missing, or that are not in the directory of the index.
     pub(crate) fn keys_by_file(
         &self,
         directory: &CheckedDirectory,
@@ -54,13 +57,21 @@ impl Index {
         for (key, file) in &self.weight_map {
             keys_by_file.entry(file).or_default().push(key);
         }
-        match keys_by_file.keys().find(|file| file.contains('/')) {
-            Some(file) => Err(FileError::Path {
-                root: directory.path().to_owned(),
-                path: (*file).to_owned(),
-                reason: "an index names files beside it only",
-            }),
-            None => Ok(keys_by_file),
+        let mut missing = Vec::new();
+        for file in keys_by_file.keys() {
+            if file.contains('/') {
+                return Err(FileError::Path {
+                    root: directory.path().to_owned(),
+                    path: (*file).to_owned(),
+                    reason: "an index names files beside it only",
+                });
+            }
+            if !directory.has(file)? {
+                missing.push((*file).to_owned());
+            }
         }
+        missing.sort_unstable();
+        directory.check_missing(missing)?;
+        Ok(keys_by_file)
     }
 }

@@ -295,6 +295,9 @@ impl<'f> HeaderReader<'f> {
     }
 }
 
+/// The versions of the format that are read.
+const VERSIONS: [u32; 2] = [2, 3];
+
 impl GgufHeader {
     /// Reads the header of a file.
     ///
@@ -307,8 +310,13 @@ impl GgufHeader {
             return Err(malformed("it does not begin as one"));
         }
         let version = reader.read_u32()?;
-        if ![2, 3].contains(&version) {
-            let what = format!("version {version} of GGUF");
+        if !VERSIONS.contains(&version) {
+            let what = if VERSIONS.contains(&version.swap_bytes()) {
+                "a big-endian file (`gguf-convert-endian` of the package `gguf` converts it),"
+                    .to_owned()
+            } else {
+                format!("version {version} of GGUF")
+            };
             return Err(FormatError::unsupported(what));
         }
         let tensor_count = reader.read_u64()?;

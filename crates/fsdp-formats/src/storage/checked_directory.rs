@@ -36,6 +36,13 @@ pub struct CheckedDirectory {
     bytes_read: Arc<AtomicU64>,
 }
 
+/// Returns `true` for the text that Git LFS keeps in place of a file.
+fn is_lfs_pointer(file: &dyn ReadAt) -> bool {
+    const START: &[u8] = b"version https://git-lfs.github.com/spec/";
+    let mut start = [0; START.len()];
+    file.read_exact_at(0, &mut start).is_ok() && start == START
+}
+
 impl CheckedDirectory {
     /// Opens a directory. With `verify`, its integrity file is read, if there is one.
     #[doc(hidden)]
@@ -334,9 +341,16 @@ impl CheckedDirectory {
             .map_err(|source| self.file_error(name, source))
     }
 
-    /// Returns the error of a file from the reason.
+    /// Returns the error of a file from the reason. If the file stands for another one, which was
+    /// never fetched, that is the reason.
     #[doc(hidden)]
     pub fn file_error(&self, relative: &str, source: FormatError) -> FileError {
+        let source = match self.directory.file(relative) {
+            Ok(file) if is_lfs_pointer(&*file) => FormatError::unsupported(
+                "a pointer of Git LFS in place of the file itself (`git lfs pull` fetches that)",
+            ),
+            _ => source,
+        };
         source.in_file(self.path().join(relative))
     }
 

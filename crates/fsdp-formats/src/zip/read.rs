@@ -200,7 +200,10 @@ impl Directory {
         if self.records.contains_key("byteorder") {
             let order = self.read_record(source, "byteorder", 16)?;
             if order != b"little" {
-                let what = format!("the byte order `{}`", String::from_utf8_lossy(&order));
+                let what = format!(
+                    "the byte order `{}` (`torch.save` what `torch.load` returns)",
+                    String::from_utf8_lossy(&order)
+                );
                 return Err(FormatError::unsupported(what));
             }
         }
@@ -259,9 +262,9 @@ fn read_records(
         let entry_offset = directory_offset + position as u64;
         if record.is_deflated && !may_deflate {
             let kind = if name.contains("/code/") {
-                "TorchScript"
+                "TorchScript (`torch.save` the `state_dict` of what `torch.jit.load` returns)"
             } else {
-                "torch"
+                "torch (`torch.save` what `torch.load` returns: torch compresses nothing)"
             };
             let what = format!("the compressed record `{name}` in an archive of {kind}");
             return Err(FormatError::unsupported(what));

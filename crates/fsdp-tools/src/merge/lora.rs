@@ -223,8 +223,11 @@ impl<'a> Lora<'a> {
                 .ok_or_else(|| unsupported(fqn, "a key that is not of an adapter of PEFT"))?;
             match Factor::parse(name) {
                 Some(factor) => preparation.add_factor(fqn, &factor)?,
-                None if name.contains("lora_") => {
-                    return Err(unsupported(fqn, "this part of an adapter"));
+                None if name.contains("lora_") || name.contains("trainable_tokens") => {
+                    return Err(unsupported(
+                        fqn,
+                        "this part of an adapter (merge it with PEFT)",
+                    ));
                 }
                 None => preparation.add_tensor(fqn, name, tensor)?,
             }

@@ -395,10 +395,51 @@ fn files_of_unknown_names_are_listed_with_the_names_that_are_read() {
     for text in ["`weights.part0.pth`", "and 2 more", "_rank_0.pt`"] {
         assert!(error.contains(text), "{error}");
     }
+    let arrays = tempfile::tempdir().unwrap();
+    std::fs::write(arrays.path().join("weights.npz"), b"").unwrap();
+    let error = with_causes(&refused(arrays.path()));
+    assert!(error.contains("`weights.npz`"), "{error}");
     // A save of DCP that was interrupted is one still.
     std::fs::write(parent.path().join("__0_0.distcp"), b"").unwrap();
     assert!(matches!(
         refused(parent.path()),
         FileError::NotCommitted { .. }
     ));
+}
+
+#[test]
+fn a_directory_whose_checkpoints_are_in_folders_names_these() {
+    let parent = tempfile::tempdir().unwrap();
+    for (folder, file) in [
+        ("unet", "diffusion_pytorch_model.safetensors"),
+        ("vae", "diffusion_pytorch_model.bin"),
+        ("scheduler", "scheduler_config.json"),
+        (".cache", "model.safetensors"),
+    ] {
+        std::fs::create_dir(parent.path().join(folder)).unwrap();
+        std::fs::write(parent.path().join(folder).join(file), b"").unwrap();
+    }
+    std::fs::write(parent.path().join("model_index.json"), b"{}").unwrap();
+    let error = with_causes(&refused(parent.path()));
+    assert!(error.contains("`unet`, `vae` (name one"), "{error}");
+}
+
+#[test]
+fn a_pointer_of_git_lfs_is_told_from_a_damaged_file() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n";
+    for (file, is_named) in [
+        ("model.safetensors", false),
+        ("pytorch_model.bin", false),
+        ("model.gguf", true),
+        ("model.npy", true),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        std::fs::write(parent.path().join(file), pointer).unwrap();
+        let path = match is_named {
+            true => parent.path().join(file),
+            false => parent.path().to_owned(),
+        };
+        let error = with_causes(&refused(&path));
+        assert!(error.contains("`git lfs pull`"), "{error}");
+    }
 }

@@ -115,6 +115,26 @@ fn one_key_in_two_files_is_an_error_that_names_both() {
 }
 
 #[test]
+fn all_files_that_an_index_names_and_that_are_missing_are_listed() {
+    for (index, ending) in [
+        ("model.safetensors.index.json", "safetensors"),
+        ("pytorch_model.bin.index.json", "bin"),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        let names = ["one", "two"].map(|name| format!("{name}.{ending}"));
+        let map = format!(
+            r#"{{"weight_map": {{"a": "{}", "b": "{}"}}}}"#,
+            names[1], names[0]
+        );
+        std::fs::write(parent.path().join(index), map).unwrap();
+        match open(parent.path(), OpenOptions::default()).map(|_| ()) {
+            Err(FileError::MissingFiles { files, .. }) => assert_eq!(files, names),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
 fn one_key_in_two_files_of_torch_is_an_error_that_names_both() {
     let parent = tempfile::tempdir().unwrap();
     let files = [
