@@ -31,6 +31,19 @@ const WORDS: [&str; 6] = ["step", "checkpoint", "iter", "iteration", "epoch", "c
 /// The endings of the names of files with a checkpoint in them.
 const ENDINGS: [&str; 6] = [".ckpt", ".pt", ".pth", ".pth.tar", ".bin", ".safetensors"];
 
+/// The endings of the names of files beside checkpoints, and of what was never finished.
+const OTHER_ENDINGS: [&str; 9] = [
+    ".integrity",
+    ".sig",
+    ".json",
+    ".yaml",
+    ".txt",
+    ".log",
+    ".lock",
+    ".tmp",
+    ".incomplete",
+];
+
 /// Returns the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`,
 /// `checkpoint_3`, `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like; and all
 /// DCP directories whose names end with a number. They are in the folder itself, or below
@@ -84,7 +97,7 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
 /// Returns the step in the name of a checkpoint, and the word that says what it counts; `None` for
 /// a name that says nothing of this.
 fn step_of(name: &str) -> Option<(&'static str, u64)> {
-    if name.starts_with('.') {
+    if is_beside_checkpoints(name) {
         return None;
     }
     let stem = ENDINGS.iter().find_map(|ending| name.strip_suffix(ending));
@@ -106,6 +119,14 @@ fn step_of(name: &str) -> Option<(&'static str, u64)> {
         .map(|word| (word, step))
 }
 
+/// Returns `true` for the name of what lies beside checkpoints, or was never finished.
+fn is_beside_checkpoints(name: &str) -> bool {
+    // Trainers write `tmp-checkpoint-500`, and rename it once it is whole.
+    const STARTS: [&str; 3] = [".", "tmp-", "tmp_"];
+    STARTS.iter().any(|start| name.starts_with(start))
+        || OTHER_ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
 /// Returns the step in the name of a directory that does not say what it counts, and what stands
 /// before it; `None` if the name has none, or the directory is no DCP directory. A link is another
 /// name of a checkpoint, and no checkpoint itself.
@@ -113,7 +134,7 @@ fn step_of_directory<'n>(
     path: &Location,
     name: &'n str,
 ) -> Result<Option<(&'n str, u64)>, FileError> {
-    let found = split_number(name).filter(|_| !name.starts_with('.'));
+    let found = split_number(name).filter(|_| !is_beside_checkpoints(name));
     if found.is_none()
         || path.local().is_some_and(Path::is_symlink)
         || !path.join(METADATA_FILE).is_file()?
@@ -173,6 +194,10 @@ mod tests {
             ("pytorch_model_fsdp_0", None),
             ("dcp-100", None),
             ("global_step40_universal", None),
+            ("tmp-checkpoint-500", None),
+            ("epoch=3-step=40.ckpt.integrity", None),
+            ("epoch=3-step=40.values.json", None),
+            ("epoch=3-step=40.ckpt.tmp", None),
         ] {
             assert_eq!(step_of(name).map(|(_, step)| step), step, "{name}");
         }
