@@ -40,6 +40,15 @@ impl<'p, 'a> Walk<'p, 'a> {
         Ok(())
     }
 
+    /// Makes a part of the walk, after which the walk goes on from here even if the part fails.
+    /// Returns what the part returns.
+    pub(crate) fn attempt<T>(&mut self, part: impl FnOnce(&mut Self) -> T) -> T {
+        let depth = self.depth;
+        let result = part(self);
+        self.depth = depth;
+        result
+    }
+
     /// Charges bytes that are copied from a node to the budget.
     pub(crate) fn charge(
         &mut self,

@@ -59,7 +59,7 @@ pub(crate) enum Leaf {
     Value(Held),
 }
 
-/// What is read of a file.
+/// The parts of a file that are read, and which of them get flat keys.
 #[derive(Clone, Copy)]
 pub(crate) struct Selection<'s> {
     /// Returns `false` for the flat keys of very large values that are left out.
@@ -278,7 +278,10 @@ impl Flattener<'_, '_> {
         let leaf = self.read_leaf(id).map_err(|error| error.of_key(&fqn))?;
         let duplicate = self.found.insert(fqn.clone(), (path.clone(), leaf));
         if duplicate.is_some() {
-            let what = format!("two values with the flat key `{fqn}`");
+            let what = format!(
+                "a state dict in which two values have the flat key `{fqn}` (give one of them another \
+                 name),"
+            );
             return Err(FormatError::unsupported(what));
         }
         Ok(Structure::Leaf(fqn))
@@ -313,8 +316,8 @@ impl Flattener<'_, '_> {
         }
         let texts = key_texts(keys.iter());
         let mut items = Vec::with_capacity(entries.len());
-        for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
-            let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
+        for ((&(_, value), key), text) in entries.iter().zip(keys).zip(texts) {
+            let text = text.expect("a dict with a key that has no text is one value");
             let item_path = self.child_path(id, path, text)?;
             if self.large.contains(&value) && !(self.is_wanted)(&item_path.flat_key()) {
                 continue;
@@ -335,15 +338,14 @@ impl Flattener<'_, '_> {
 
     /// Returns the value of a key of a dict. A tensor in it is an error.
     fn read_key(&mut self, id: NodeId) -> Result<PlainValue> {
-        let pickle = self.walk.pickle;
-        convert(&mut self.walk, id, &mut |_: &TensorRef| {
-            Err(unsupported_key(pickle, id))
-        })
+        let mut no_tensor =
+            |_: &TensorRef| Err(FormatError::unsupported("a tensor as the key of a dict"));
+        self.walk.attempt(|walk| convert(walk, id, &mut no_tensor))
     }
 
-    /// Returns `true` if a key of a dict is an object that only running code could build, as an
-    /// enum is, or a number of NumPy. Then nothing in the dict has a flat key, and all of it is one
-    /// value.
+    /// Returns `true` if a key of a dict has no text: it is an object that only running code could
+    /// build, as an enum is, a tensor, an int of more than 64 bits or a number of NumPy. Then
+    /// nothing in the dict has a flat key, and all of it is one value.
     fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool> {
         for &(key, _) in entries {
             // Nearly all keys are text.
@@ -354,10 +356,11 @@ impl Flattener<'_, '_> {
                 Err(FormatError::Pickle(error)) if error.opaque_type().is_some() => {
                     return Ok(true);
                 }
+                Err(FormatError::Unsupported { .. }) => return Ok(true),
                 key => key?,
             };
             // What NumPy makes of its numbers in text depends on its version.
-            if holds_numpy(&key) {
+            if holds_numpy(&key) || key.key_text().is_none() {
                 return Ok(true);
             }
         }
@@ -644,15 +647,6 @@ fn holds_numpy(value: &PlainValue) -> bool {
         PlainValue::Tuple(items) => items.iter().any(holds_numpy),
         _ => false,
     }
-}
-
-/// Returns the error of a key of a dict that has no text.
-fn unsupported_key(pickle: &Pickle<'_>, key: NodeId) -> FormatError {
-    let kind = match pickle.node(key) {
-        Node::BigInt(_) => "an int of more than 64 bits",
-        other => other.kind(),
-    };
-    FormatError::unsupported(format!("{kind} as the key of a dict"))
 }
 
 /// The key of the groups of parameters of an optimizer.

@@ -32,6 +32,30 @@ fn empty() -> PlainValue {
     PlainValue::Dict(Vec::new())
 }
 
+#[test]
+fn dicts_with_keys_that_have_no_text_are_one_value_each_however_many_there_are() {
+    let parent = tempfile::tempdir().unwrap();
+    let long_integer = PlainValue::BigInt(vec![0, 0, 0, 0, 0, 0, 0, 0, 1]);
+    for key in [long_integer, tensor(3)] {
+        let count = dict([("count".into(), PlainValue::Int(2))]);
+        let seen = dict([(key, count)]);
+        let state = dict([
+            ("model".into(), dict([("w".into(), tensor(1))])),
+            ("seen".into(), PlainValue::List(vec![seen.clone(); 300])),
+        ]);
+        assert_eq!(converted(&state, parent.path()), state);
+        let source = open(parent.path().join("from.pt"), OpenOptions::default()).unwrap();
+        let to = parent.path().join("to.safetensors");
+        let options = ConvertOptions {
+            overwrite: true,
+            ..ConvertOptions::default()
+        };
+        convert(&*source, &to, OutputFormat::SafetensorsFile, options).unwrap();
+        let written = open(&to, OpenOptions::default()).unwrap();
+        assert_eq!(written.read_value("seen.299").unwrap(), seen);
+    }
+}
+
 /// Writes a value as `torch.save` does, and returns what a conversion to the same format makes of
 /// it.
 fn converted(value: &PlainValue, parent: &Path) -> PlainValue {
