@@ -206,10 +206,16 @@ fn open_directory(
         return Err(unsupported_error(location, what));
     }
     // An interrupted save of DCP may have other files beside its own.
-    if !names.iter().any(|name| is_data_of_dcp(name))
-        && let Some(what) = unknown_files(&names).or_else(|| folders_of_parts(location, &names))
-    {
-        return Err(unsupported_error(location, &what));
+    if !names.iter().any(|name| is_data_of_dcp(name)) {
+        if let Some(what) = unknown_files(&names) {
+            return Err(unsupported_error(location, &what));
+        }
+        if has_checkpoints_in_folders(location, &names) {
+            return Err(FileError::NotCommitted {
+                path: location.name().to_owned(),
+                reason: "its checkpoints are in folders of their own",
+            });
+        }
     }
     // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
@@ -221,27 +227,20 @@ fn is_checkpoint_file(name: &str) -> bool {
     !name.starts_with('.') && ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Returns the description, for an error, of a directory whose parts are in folders of their own,
-/// as the models of a pipeline are; `None` if there are no such folders.
-fn folders_of_parts(location: &Location, names: &[String]) -> Option<String> {
+/// Returns `true` for a directory whose checkpoints are in folders of their own, as the models of a
+/// pipeline are.
+fn has_checkpoints_in_folders(location: &Location, names: &[String]) -> bool {
     /// The most entries that are looked at.
     const MAX_ENTRIES: usize = 100;
-    let has_checkpoint = |name: &&String| {
-        let part_names = location.join(name).names().unwrap_or_default();
-        let mut part_names = part_names.iter().take(MAX_ENTRIES);
-        part_names.any(|name| {
+    let has_checkpoint = |folder: &String| {
+        let names = location.join(folder).names().unwrap_or_default();
+        let mut names = names.iter().take(MAX_ENTRIES);
+        names.any(|name| {
             name == METADATA_FILE || name.ends_with(SAFETENSORS) || is_checkpoint_file(name)
         })
     };
-    let names = names.iter().filter(|name| !name.starts_with('.'));
-    let folders: Vec<&String> = names.take(MAX_ENTRIES).filter(has_checkpoint).collect();
-    if folders.is_empty() {
-        return None;
-    }
-    let folders = listed(&folders, " folders", |name| format!("`{name}`"));
-    Some(format!(
-        "a directory whose checkpoints are in folders of their own, {folders} (name one of them),"
-    ))
+    let folders = names.iter().filter(|name| !name.starts_with('.'));
+    folders.take(MAX_ENTRIES).any(has_checkpoint)
 }
 
 /// Returns the description, for an error, of a directory with files whose names tell no format;

@@ -408,7 +408,7 @@ fn files_of_unknown_names_are_listed_with_the_names_that_are_read() {
 }
 
 #[test]
-fn a_directory_whose_checkpoints_are_in_folders_names_these() {
+fn a_directory_whose_checkpoints_are_in_folders_says_so() {
     let parent = tempfile::tempdir().unwrap();
     for (folder, file) in [
         ("unet", "diffusion_pytorch_model.safetensors"),
@@ -420,8 +420,14 @@ fn a_directory_whose_checkpoints_are_in_folders_names_these() {
         std::fs::write(parent.path().join(folder).join(file), b"").unwrap();
     }
     std::fs::write(parent.path().join("model_index.json"), b"{}").unwrap();
+    let error = refused(parent.path());
+    assert!(matches!(error, FileError::NotCommitted { .. }));
+    let error = with_causes(&error);
+    assert!(error.contains("folders of their own"), "{error}");
+    std::fs::remove_dir_all(parent.path().join("unet")).unwrap();
+    std::fs::remove_dir_all(parent.path().join("vae")).unwrap();
     let error = with_causes(&refused(parent.path()));
-    assert!(error.contains("`unet`, `vae` (name one"), "{error}");
+    assert!(!error.contains("folders of their own"), "{error}");
 }
 
 #[test]
