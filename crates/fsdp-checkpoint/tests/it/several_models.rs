@@ -241,6 +241,7 @@ fn damage_in_a_later_state_is_told_with_the_states_that_are_new_then() {
             let file = path.join(stored.relative_path.as_str());
             let mut bytes = std::fs::read(&file).unwrap();
             bytes[(stored.offset + stored.length) as usize - 1] ^= 1;
+            #[expect(clippy::disallowed_methods, reason = "the test damages a file")]
             std::fs::write(&file, bytes).unwrap();
             let mut others = two_runs(&group, 9);
             let error = checkpointer.load(1, &mut both(&mut others)).unwrap_err();

@@ -302,11 +302,14 @@ impl Rank<'_> {
         for fqn in parameters.fqns() {
             parameter_count += parameters.shape(fqn)?.iter().product::<usize>() as u64;
         }
-        let ranks = count_text(self.run.model.group().world_size(), "rank", "ranks");
-        let threads = count_text(self.job.threads_per_rank, "CPU thread", "CPU threads");
+        let rank_count = self.run.model.group().world_size();
+        let thread_count = self.job.threads_per_rank;
         let strategy = parameters.strategy();
-        let mut line =
-            format!("{parameter_count} parameters on {ranks} ({strategy}, {threads} each)");
+        let mut line = format!(
+            "{parameter_count} parameters on {} ({strategy}, {} each)",
+            count_text(rank_count, "rank", "ranks"),
+            count_text(thread_count, "CPU thread", "CPU threads"),
+        );
         let resumed_from = self
             .job
             .origin
@@ -318,8 +321,8 @@ impl Rank<'_> {
         let event = json!({
             "event": "start",
             "schema": SCHEMA,
-            "ranks": ranks,
-            "threads_per_rank": threads,
+            "ranks": rank_count,
+            "threads_per_rank": thread_count,
             "parameters": parameter_count,
             "step": self.job.start_step(),
             "steps": self.job.arguments.steps,

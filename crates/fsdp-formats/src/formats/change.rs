@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{DType, count_text};
+use fsdp_layout::count_text;
 
 use crate::metadata::Metadata;
 
