@@ -1,7 +1,7 @@
 //! [`Checkpointer`]: the checkpoints of a run, saved and loaded with one call each.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{list_steps, step_in_name};
 use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
 use fsdp_formats::metadata::METADATA_FILE;
+use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
@@ -241,29 +242,34 @@ impl Checkpointer {
         step: u64,
         loaded: Option<&(Branch, u64)>,
     ) -> Result<(Branch, Option<u64>), CheckpointError> {
-        let checkpoint = self.list_run()?.pop();
+        let newest_on_disk = self.list_run()?.pop();
+        let on_disk = newest_on_disk.map(|found| (found.branch, found.checkpoint.step));
         let memory_tier = self.memory_tier.as_ref();
         let in_memory = memory_tier.and_then(MemoryTier::newest_on_host);
-        let newest = match (checkpoint, in_memory) {
+        let newest = match (&on_disk, in_memory) {
+            (Some((branch, disk_step)), Some(position)) if branch.number == position.branch => {
+                Some((branch.clone(), position.step.max(*disk_step)))
+            }
             // Of a branch that only the memory tier has, no more is known than its number.
-            (checkpoint, Some(position))
-                if checkpoint
+            (on_disk, Some(position))
+                if on_disk
                     .as_ref()
-                    .is_none_or(|found| found.branch.number < position.branch) =>
+                    .is_none_or(|(branch, _)| branch.number < position.branch) =>
             {
                 let number = position.branch;
                 let from = Vec::new();
                 Some((Branch { number, from }, position.step))
             }
-            (Some(found), Some(position)) if found.branch.number == position.branch => {
-                Some((found.branch, found.checkpoint.step.max(position.step)))
-            }
-            (checkpoint, _) => checkpoint.map(|found| (found.branch, found.checkpoint.step)),
+            (on_disk, _) => on_disk.clone(),
         };
         let Some((newest_branch, newest_step)) = newest else {
             let branch = loaded.map(|(branch, _)| branch.clone());
             return Ok((branch.unwrap_or_default(), None));
         };
+        let is_after_all = step > newest_step
+            && on_disk
+                .as_ref()
+                .is_none_or(|(_, disk_step)| step > *disk_step);
         let next_number = newest_branch.number + 1;
         let (branch, is_new) = match loaded {
             // The memory tier had begun this branch, and has lost it since.
@@ -278,8 +284,13 @@ impl Checkpointer {
                 }
             }
             // This checkpointer has loaded nothing, so the checkpoint that the state comes from is
-            // not known.
-            None if step > newest_step => (newest_branch.clone(), false),
+            // not known: it is taken for the newest one, if all have fewer steps.
+            None if is_after_all => match &on_disk {
+                Some((branch, disk_step)) if branch.number < newest_branch.number => {
+                    (branch.fork(*disk_step, next_number), true)
+                }
+                _ => (newest_branch.clone(), false),
+            },
             None => {
                 let branch = Branch {
                     number: next_number,
@@ -358,7 +369,7 @@ impl Checkpointer {
     /// Saves the state of a run as a DCP checkpoint, which `torch.distributed.checkpoint.load`
     /// opens. When it returns, the checkpoint is durable, and old ones of the run are being
     /// removed. A save in the background is waited for first. Collectives: those of
-    /// [`save`](crate::save()).
+    /// [`save`](crate::save()), and for a path or a URL one broadcast of a result.
     ///
     /// # Errors
     /// The same on every rank: state that cannot be saved, ranks that disagree on the state or the
@@ -374,7 +385,7 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
         let name = name.into();
-        let step = self.step_of_run(&name);
+        let step = self.agreed_step_of_run(&name)?;
         let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
         let request = self.save_request(name, step);
         // An error of this rank becomes one of every rank in the save.
@@ -388,7 +399,8 @@ impl Checkpointer {
 
     /// Starts to save the current state of a run, and goes on with the save in the background:
     /// torch's `async_save`. Returns how long this call took: it waits for the previous save, if
-    /// that is still running, and then copies the state. Collective: one agreement.
+    /// that is still running, and then copies the state. Collectives: one agreement, and for a path
+    /// or a URL one broadcast of a result.
     ///
     /// When it returns, the state has been copied, except what the run can keep unchanged
     /// ([`Stateful::state_to_save`]). That is copied during the next forward and backward. An
@@ -406,7 +418,7 @@ impl Checkpointer {
         let start = Instant::now();
         self.wait()?;
         let name = name.into();
-        let step = self.step_of_run(&name);
+        let step = self.agreed_step_of_run(&name)?;
         let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
         let request = self.save_request(name, step);
         // From here on, nothing that the guard covers changes until it has been copied.
@@ -555,9 +567,10 @@ impl Checkpointer {
 
     /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a
     /// URL. Every rank reads only what it needs, directly into the live tensors. The checkpoint may
-    /// have been saved on any number of ranks. A save in the background is waited for first.
-    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], one more
-    /// agreement, and for a step of the memory tier an object broadcast.
+    /// have been saved on any number of ranks. Its path may be another one on each host, but a
+    /// checkpoint without digests must have the same name there. A save in the background is waited
+    /// for first. Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], one
+    /// more agreement, and for a step of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
@@ -636,8 +649,23 @@ impl Checkpointer {
             return false;
         };
         let folder = path.parent().filter(|folder| *folder != Path::new(""));
-        let folder = folder.unwrap_or(Path::new(".")).canonicalize();
-        matches!((folder, run.canonicalize()), (Ok(folder), Ok(run)) if folder == run)
+        let folder = folder.unwrap_or(Path::new("."));
+        // Links can be followed only once the run's directory exists.
+        matches!((absolute(folder), absolute(run)), (Ok(folder), Ok(run)) if folder == run)
+            || matches!(
+                (folder.canonicalize(), run.canonicalize()),
+                (Ok(folder), Ok(run)) if folder == run
+            )
+    }
+
+    /// Returns the step of the run that a name stands for on rank 0, as the paths of other hosts
+    /// may be other ones. Collective for a path or a URL: one broadcast of a result.
+    fn agreed_step_of_run(&self, name: &CheckpointName) -> Result<Option<u64>, CheckpointError> {
+        if let CheckpointName::Step(step) = name {
+            return Ok(Some(*step));
+        }
+        let own_step = (self.group.rank() == 0).then(|| self.step_of_run(name));
+        broadcast_result(&self.group, "step of a checkpoint", Ok(own_step), 0)
     }
 
     /// Returns the step of the run that a name stands for: a step, or the path of its checkpoint.
@@ -694,6 +722,9 @@ impl Checkpointer {
             newer => newer?,
         };
         let Some(latest) = newer.or(latest) else {
+            if self.group.rank() == 0 {
+                self.warn_of_other_checkpoints();
+            }
             return Ok(None);
         };
         let report = self.load(&latest.path, stateful)?;
@@ -723,9 +754,6 @@ impl Checkpointer {
         if group.rank() == 0 {
             listed = self.list_run().map(|mut committed| {
                 let latest = committed.pop();
-                if latest.is_none() {
-                    self.warn_of_other_checkpoints();
-                }
                 Some(latest.map(|found| (step_and_name(&found.checkpoint), found.position())))
             });
         }
@@ -749,7 +777,10 @@ impl Checkpointer {
     fn warn_of_other_checkpoints(&self) {
         let is_checkpoint = self.run.join(METADATA_FILE).is_file().unwrap_or(false);
         let others = list_steps(&self.run).unwrap_or_default();
-        let found = match others.last() {
+        let mut whole = others.iter().rev().filter(|found| {
+            fsdp_formats::checkpoint::open(&found.path, OpenOptions::default()).is_ok()
+        });
+        let found = match whole.next() {
             _ if is_checkpoint => &self.run,
             Some(newest) => &newest.path,
             None => return,

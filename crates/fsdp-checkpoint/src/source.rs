@@ -482,16 +482,11 @@ impl Source for CheckpointSource<'_> {
     fn contents(&self) -> String {
         // Ranks must have the same digests, since all or none compare what they load with them.
         // Without any, two steps of a run are known by their names only.
-        match (
-            self.checkpoint.digests(),
-            self.checkpoint.path().file_name(),
-        ) {
-            (Some(digests), _) => format!("a checkpoint with the digest {}", digests.root()),
-            (None, name) => {
-                let name = name.unwrap_or_default().display();
-                format!("a checkpoint without digests, `{name}`")
-            }
+        if let Some(digests) = self.checkpoint.digests() {
+            return format!("a checkpoint with the digest {}", digests.root());
         }
+        let name = self.checkpoint.path().file_name().unwrap_or_default();
+        format!("a checkpoint without digests, `{}`", name.display())
     }
 
     fn check(&self, wanted: &[Wanted]) -> Result<(), CheckpointError> {

@@ -35,7 +35,7 @@ use crate::stateful::{KeptUnchanged, Stateful};
 /// use fsdp_checkpoint::{
 ///     CheckpointError, Checkpointer, CheckpointerOptions, StatefulDict, TrainState,
 /// };
-/// use fsdp_comm::{CommError, ProcessGroup};
+/// use fsdp_comm::ProcessGroup;
 /// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 /// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
 ///
@@ -254,36 +254,37 @@ fn options_of_part(options: &LoadOptions, part: &str) -> Option<LoadOptions> {
     Some(part_options)
 }
 
-/// Adds to an error which part it comes from. If others have been loaded before, live values are
-/// partly new, and it names those.
+/// Adds the key of its part to an error that tells of differences or of values that are partly new.
+/// If other parts have been loaded before, every error but that of a lost rank is of the second
+/// kind, and names those.
 fn in_part(error: CheckpointError, key: &str, loaded_keys: &[&str]) -> CheckpointError {
-    let comm_error = error.comm();
-    let is_rank_lost = comm_error.is_some_and(|comm| comm.kind() == ErrorKind::RankLost);
-    match error {
+    let is_rank_lost = error
+        .comm()
+        .is_some_and(|comm| comm.kind() == ErrorKind::RankLost);
+    let kind = error.kind();
+    let (cause, can_be_staged) = match error {
         CheckpointError::State(StateError::Incompatible { operation, report })
             if loaded_keys.is_empty() =>
         {
             let report = report.below(key);
-            StateError::Incompatible { operation, report }.into()
+            return StateError::Incompatible { operation, report }.into();
         }
-        error if loaded_keys.is_empty() || is_rank_lost => error,
-        error => {
-            let kind = error.kind();
-            let cause = match error {
-                CheckpointError::State(StateError::PartlyLoaded { reason, .. }) => reason,
-                error => with_causes(&error),
-            };
-            let reason = format!(
-                "`{key}`: {cause}; loaded before: {}",
-                loaded_keys.join(", ")
-            );
-            let advice = "";
-            StateError::PartlyLoaded {
-                reason,
-                advice,
-                kind,
-            }
-            .into()
-        }
+        CheckpointError::State(StateError::PartlyLoaded {
+            reason,
+            can_be_staged,
+            ..
+        }) => (reason, can_be_staged),
+        error if loaded_keys.is_empty() || is_rank_lost => return error,
+        error => (with_causes(&error), false),
+    };
+    let mut reason = format!("`{key}`: {cause}");
+    if !loaded_keys.is_empty() {
+        reason.push_str(&format!("; loaded before: {}", loaded_keys.join(", ")));
     }
+    StateError::PartlyLoaded {
+        reason,
+        can_be_staged: can_be_staged && loaded_keys.is_empty(),
+        kind,
+    }
+    .into()
 }

@@ -217,7 +217,7 @@ impl DifferenceRow {
                 elements = Some(*count);
                 max_abs = *max;
                 let extent = or_word(max.map(|max| format!(", by at most {max:e}")), "");
-                let elements = count_text(*count as usize, "element differs", "elements differ");
+                let elements = count_text(*count, "element differs", "elements differ");
                 let description = format!("{elements}{extent}, the first at position {first}");
                 ("elements", description)
             }

@@ -148,9 +148,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         command,
         prints_json,
     } = parse(&arguments).unwrap_or_else(|error| end_with_refusal(&error, &arguments));
-    // The pad is not larger because glibc uses the whole of it before it joins the small free
-    // blocks that aligned ones leave between them, so each refused connection would add to the
-    // memory of the thread that listens.
+    // With a larger pad than 16 MiB, glibc uses all of it before it joins small free blocks, so
+    // each connection that a thread refuses would take more memory.
     keep_freed_memory(16 << 20);
     #[cfg(feature = "train")]
     if let Command::Train(arguments) = &command {

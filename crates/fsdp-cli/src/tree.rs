@@ -2,9 +2,9 @@
 
 use std::cmp::Ordering;
 
-use crate::natural;
 use fsdp_layout::count_text;
 
+use crate::natural;
 use crate::text::{bytes_text, escaped};
 
 /// Deeper than this, indentation says nothing.

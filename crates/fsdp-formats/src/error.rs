@@ -19,7 +19,7 @@ use crate::plan::{LoadPlanError, SavePlanError};
 #[non_exhaustive]
 pub enum FormatError {
     /// The operating system refused, or the file ends too early.
-    #[error("failed to read {} at byte {offset}", count_text(*length as usize, "byte", "bytes"))]
+    #[error("failed to read {} at byte {offset}", count_text(*length, "byte", "bytes"))]
     Read {
         /// First byte wanted.
         offset: u64,

@@ -213,7 +213,7 @@ fn open_directory(
         if has_checkpoints_in_folders(location, &names) {
             return Err(FileError::NotCommitted {
                 path: location.name().to_owned(),
-                reason: "its checkpoints are in folders of their own",
+                reason: "its checkpoints are in folders of their own: name one of these",
             });
         }
     }
@@ -230,17 +230,22 @@ fn is_checkpoint_file(name: &str) -> bool {
 /// Returns `true` for a directory whose checkpoints are in folders of their own, as the models of a
 /// pipeline are.
 fn has_checkpoints_in_folders(location: &Location, names: &[String]) -> bool {
-    /// The most entries that are looked at.
-    const MAX_ENTRIES: usize = 100;
-    let has_checkpoint = |folder: &String| {
-        let names = location.join(folder).names().unwrap_or_default();
-        let mut names = names.iter().take(MAX_ENTRIES);
-        names.any(|name| {
-            name == METADATA_FILE || name.ends_with(SAFETENSORS) || is_checkpoint_file(name)
-        })
-    };
     let folders = names.iter().filter(|name| !name.starts_with('.'));
-    folders.take(MAX_ENTRIES).any(has_checkpoint)
+    folders
+        .take(MAX_ENTRIES)
+        .any(|folder| has_checkpoint(&location.join(folder)))
+}
+
+/// The most entries of a directory that are looked at for the sake of a message.
+const MAX_ENTRIES: usize = 100;
+
+/// Returns `true` for a folder with files of a checkpoint.
+fn has_checkpoint(folder: &Location) -> bool {
+    let names = folder.names().unwrap_or_default();
+    let mut names = names.iter().take(MAX_ENTRIES);
+    names.any(|name| {
+        name == METADATA_FILE || name.ends_with(SAFETENSORS) || is_checkpoint_file(name)
+    })
 }
 
 /// Returns the description, for an error, of a directory with files whose names tell no format;
@@ -251,7 +256,13 @@ fn unknown_files(names: &[String]) -> Option<String> {
     if files.is_empty() {
         return None;
     }
+    let is_of_one_file = [".gguf", ".npz", ".npy"]
+        .iter()
+        .any(|ending| files[0].ends_with(ending));
     let files = listed(&files, |name| format!("`{name}`"));
+    if is_of_one_file {
+        return Some(format!("a directory with {files} (name one of the files),"));
+    }
     Some(format!(
         "a directory with {files}, whose names tell no format (name a file that has all; rename those of ranks as \
          `model_world_size_4_rank_0.pt` or `model_rank0.bin`),"

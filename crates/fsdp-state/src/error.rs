@@ -156,13 +156,15 @@ pub enum StateError {
     /// A load into live tensors was interrupted after it had begun to fill them.
     #[error(
         "the load broke off while it filled live values: some are new, others as they were; load a whole checkpoint before \
-         going on{advice}: {reason}"
+         going on{}: {reason}",
+         if *can_be_staged { ", or load with `staged` to change all or nothing" } else { "" }
     )]
     PartlyLoaded {
         /// The failure, the same on every rank.
         reason: String,
-        /// The way to prevent it, which ends the sentence; empty if there is none.
-        advice: &'static str,
+        /// `true` if a load with [`LoadOptions::staged`](crate::LoadOptions::staged) would have
+        /// changed nothing.
+        can_be_staged: bool,
         /// Its kind.
         kind: ErrorKind,
     },

@@ -261,14 +261,16 @@ impl MemoryTier {
         // Step 2: remove the steps that were passed over. The run continues from an older one, so a
         // later resume must not find them.
         let chosen = found.as_ref().map(|(step, _)| *step);
-        let checkpoint_step = checkpoint_position.map(|position| position.step);
-        let newest_step = chosen
-            .map(|step| step.position.step)
-            .or(checkpoint_step)
-            .unwrap_or(0);
+        let newest = chosen.map(|step| step.position).or(checkpoint_position);
         let mut skipped_steps: BTreeSet<MemoryStep> =
             copies.iter().map(|copy| copy.part.memory_step).collect();
-        skipped_steps.retain(|step| step.position.step >= newest_step && Some(*step) != chosen);
+        // A step of a later branch may be smaller.
+        skipped_steps.retain(|step| {
+            Some(*step) != chosen
+                && newest.is_none_or(|newest| {
+                    step.position >= newest || step.position.step >= newest.step
+                })
+        });
         tier.on_each_host(|root| {
             remove_parts(root, |part| skipped_steps.contains(&part.memory_step))
         })?;

@@ -347,6 +347,28 @@ fn a_run_that_begins_anew_does_not_continue_from_a_step_that_is_in_memory_only()
 }
 
 #[test]
+fn a_run_that_loads_nothing_continues_the_checkpoints_before_a_step_that_is_in_memory_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let tier = tempfile::tempdir().unwrap();
+    let options = CheckpointerOptions {
+        memory_tier: Some(tier.path().into()),
+        ..CheckpointerOptions::default()
+    };
+    save_steps(dir.path(), &options, &[10, 20, 30]);
+    process(dir.path(), &options, |checkpointer, _| {
+        checkpointer.load(20, &mut state(0.0)).unwrap();
+        checkpointer.save_to_memory(22, &state(0.22)).unwrap();
+    });
+    let left = process(dir.path(), &options, |checkpointer, _| {
+        checkpointer.save(40, &state(0.4)).unwrap().left
+    });
+    assert_eq!(left, Some(22));
+    assert_eq!(restart(dir.path(), &options), (40, 0.4));
+    prune(dir.path(), &keep_last(2)).unwrap();
+    assert_eq!(steps(dir.path()), [30, 40]);
+}
+
+#[test]
 fn a_damaged_lineage_of_the_newest_checkpoint_is_found_and_not_passed_over() {
     let dir = tempfile::tempdir().unwrap();
     let options = CheckpointerOptions::default();

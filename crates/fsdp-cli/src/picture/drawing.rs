@@ -87,7 +87,7 @@ fn draw(
             height: 14.0,
         };
         picture.rectangle(bar, &file_fill(position as u32), "");
-        let boxes = count_text(file.boxes as usize, "box", "boxes");
+        let boxes = count_text(file.boxes, "box", "boxes");
         let description = format!("{}, {boxes}", bytes_text(file.bytes));
         picture.text((NOTES_LEFT, y), "class=\"soft\"", &description, "");
         y += LINE_HEIGHT;

@@ -175,7 +175,7 @@ impl StoredTensor {
             return Err(FormatError::unexpected(
                 format!(
                     "a storage of {}",
-                    count_text(tensor.storage_bytes as usize, "byte", "bytes")
+                    count_text(tensor.storage_bytes, "byte", "bytes")
                 ),
                 format!("one of {}", record.length),
             ));

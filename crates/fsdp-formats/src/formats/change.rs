@@ -78,14 +78,22 @@ pub(crate) fn find_shared(metadata: &Metadata) -> HashMap<String, String> {
             .then(ends)
     });
     let mut shared = HashMap::new();
+    let mut previous: Option<&(Place<'_>, &str)> = None;
     // The one of those so far that reaches farthest.
     let mut farthest: Option<&(Place<'_>, &str)> = None;
     for tensor in &tensors {
         let (place, fqn) = tensor;
+        if let Some((other, other_key)) = previous
+            && other == place
+        {
+            shared.insert((*fqn).to_owned(), (*other_key).to_owned());
+            continue;
+        }
+        previous = Some(tensor);
         match farthest {
             Some((other, other_key)) if other.file == place.file && place.start < other.end => {
                 // One that begins between the elements of another one may have none of them.
-                if place == other || !other.has_gaps {
+                if !other.has_gaps {
                     shared.insert((*fqn).to_owned(), (*other_key).to_owned());
                 }
                 if place.end > other.end {
@@ -96,4 +104,49 @@ pub(crate) fn find_shared(metadata: &Metadata) -> HashMap<String, String> {
         }
     }
     shared
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_layout::{DType, TensorBox};
+
+    use super::*;
+    use crate::metadata::{Chunk, Entry, StorageInfo, TensorEntry, TensorProperties};
+
+    /// Returns a tensor of bytes that is stored in a range of a file.
+    fn tensor(elements: usize, range: std::ops::Range<u64>) -> Entry {
+        Entry::Tensor(TensorEntry {
+            properties: TensorProperties::new(DType::U8),
+            shape: vec![elements],
+            chunks: vec![Chunk {
+                bounds: TensorBox::whole(&[elements]),
+                stored: Some(StorageInfo {
+                    relative_path: "data".to_owned(),
+                    offset: range.start,
+                    length: range.end - range.start,
+                    transforms: Vec::new(),
+                }),
+            }],
+        })
+    }
+
+    #[test]
+    fn tensors_share_elements_where_they_overlap_but_not_between_those_of_a_column() {
+        let entries = [
+            ("column", tensor(10, 0..100)),
+            ("tied", tensor(10, 20..30)),
+            ("tied.again", tensor(10, 20..30)),
+            ("whole", tensor(100, 200..300)),
+            ("part", tensor(10, 250..260)),
+            ("other", tensor(10, 300..310)),
+        ];
+        let metadata = Metadata {
+            entries: entries.map(|(key, entry)| (key.to_owned(), entry)).into(),
+            ..Metadata::default()
+        };
+        let shared = find_shared(&metadata);
+        let expected = [("tied.again", "tied"), ("part", "whole")];
+        let expected = expected.map(|(key, other)| (key.to_owned(), other.to_owned()));
+        assert_eq!(shared, HashMap::from(expected));
+    }
 }

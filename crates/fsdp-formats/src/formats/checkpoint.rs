@@ -325,8 +325,8 @@ pub trait Checkpoint: Send + Sync {
         Vec::new()
     }
 
-    /// Returns the tensors whose elements are those of another tensor in the files, such as tied
-    /// weights, each with the first tensor that has these elements.
+    /// Returns the tensors that share elements with another tensor in the files (tied weights,
+    /// views), each with one such tensor.
     fn shared_tensors(&self) -> HashMap<String, String> {
         find_shared(self.metadata())
     }

@@ -199,8 +199,9 @@ fn mark_words(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
         } else if let Some((word, _)) = WORDS.iter().find(|(word, _)| rest.starts_with(word)) {
             (length, is_word) = (word.len(), true);
         } else if byte == b'-' || byte.is_ascii_digit() {
-            let is_of_number = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
-            let end = rest.iter().position(|byte| !is_of_number(byte));
+            let end = rest
+                .iter()
+                .position(|byte| !byte.is_ascii_digit() && !b"+-.eE".contains(byte));
             length = end.unwrap_or(rest.len());
             is_word = is_long_integer(&rest[..length]);
         }
@@ -251,18 +252,24 @@ fn number_of_marked_word(text: &str, marker: &str) -> Option<PlainValue> {
 /// Returns an integer as little-endian two's complement, of as many bytes as it needs.
 fn bytes_of_integer(text: &str) -> Vec<u8> {
     let digits = text.strip_prefix('-').unwrap_or(text);
-    let mut bytes = Vec::new();
-    for digit in digits.bytes() {
-        let mut carry = u16::from(digit - b'0');
-        for byte in &mut bytes {
-            let product = u16::from(*byte) * 10 + carry;
-            *byte = product as u8;
-            carry = product >> 8;
+    // Nine digits at a time, the most that always fit into 32 bits.
+    let mut limbs: Vec<u32> = Vec::new();
+    for chunk in digits.as_bytes().chunks(9) {
+        let factor = 10u64.pow(chunk.len() as u32);
+        let mut carry = 0u64;
+        for digit in chunk {
+            carry = carry * 10 + u64::from(digit - b'0');
+        }
+        for limb in &mut limbs {
+            let product = u64::from(*limb) * factor + carry;
+            *limb = product as u32;
+            carry = product >> 32;
         }
         if carry > 0 {
-            bytes.push(carry as u8);
+            limbs.push(carry as u32);
         }
     }
+    let mut bytes: Vec<u8> = limbs.iter().flat_map(|limb| limb.to_le_bytes()).collect();
     // The sign is the highest bit.
     bytes.push(0);
     if text.starts_with('-') {

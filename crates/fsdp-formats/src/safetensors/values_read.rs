@@ -103,7 +103,7 @@ impl ValuesFile {
     /// Reads a value; `None` if there is none of this key.
     ///
     /// # Errors
-    /// A value that is malformed, or takes too much memory; errors of `read_tensor`.
+    /// A value that is malformed; errors of `read_tensor`.
     pub fn read(
         &self,
         fqn: &str,

@@ -131,8 +131,8 @@ impl CheckedDirectory {
         Ok(last_integrity)
     }
 
-    /// Reads the lineage that the integrity file of a directory has, and no more of that file where
-    /// the directory has only one.
+    /// Reads the lineage from the integrity file of a directory, without decoding its list of
+    /// files. Returns `None` without such a file, or without a lineage in it.
     pub(crate) fn read_lineage(location: &Location) -> Result<Option<Lineage>, FileError> {
         let directory = Self::open(location, false, Links::Refuse)?;
         if !directory.has(INTEGRITY_FILE)? {

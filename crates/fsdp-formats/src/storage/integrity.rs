@@ -416,7 +416,7 @@ fn check_own_hash(bytes: &[u8]) -> Result<(HeaderLine, &[u8]), FormatError> {
 /// checked, but its hashes of other files, which are many, are not looked at.
 pub(crate) fn decode_lineage(bytes: &[u8]) -> Result<Option<Lineage>, FormatError> {
     let (header, lines) = check_own_hash(bytes)?;
-    if header.version == WITHOUT_DIGESTS {
+    if header.version <= WITHOUT_DIGESTS {
         return Ok(None);
     }
     let lines = lines.strip_suffix(b"\n").unwrap_or(lines);

@@ -186,8 +186,9 @@ struct Contents {
     keys: usize,
     /// `true` if it is a dict, or a list with one in it.
     has_dicts: bool,
-    /// `true` if it holds tensors, or objects that have to stay apart because they are never built.
-    has_objects: bool,
+    /// `true` if it holds tensors, objects that are never built, or the groups of an optimizer, so
+    /// that nothing around it is one value.
+    stays_apart: bool,
 }
 
 impl Contents {
@@ -195,7 +196,7 @@ impl Contents {
     const PLAIN: Contents = Contents {
         keys: 1,
         has_dicts: false,
-        has_objects: false,
+        stays_apart: false,
     };
 }
 
@@ -338,9 +339,11 @@ impl Flattener<'_, '_> {
 
     /// Returns the value of a key of a dict. A tensor in it is an error.
     fn read_key(&mut self, id: NodeId) -> Result<PlainValue> {
-        let mut no_tensor =
-            |_: &TensorRef| Err(FormatError::unsupported("a tensor as the key of a dict"));
-        self.walk.attempt(|walk| convert(walk, id, &mut no_tensor))
+        self.walk.attempt(|walk| {
+            convert(walk, id, &mut |_: &TensorRef| {
+                Err(FormatError::unsupported("a tensor as the key of a dict"))
+            })
+        })
     }
 
     /// Returns `true` if a key of a dict has no text: it is an object that only running code could
@@ -455,13 +458,13 @@ impl Flattener<'_, '_> {
                 self.walk.enter(id)?;
                 contents.has_dicts = true;
                 for &(key, value) in entries {
-                    contents.has_objects |=
+                    contents.stays_apart |=
                         matches!(pickle.node(key), Node::Opaque(_) | Node::Foreign(..));
                     self.add_contents(&mut contents, value)?;
                     // Optimizers expect the flat keys of their groups, however many there are.
                     if *pickle.node(key) == Node::Str(PARAM_GROUPS) {
                         self.large.remove(&value);
-                        contents.has_objects = true;
+                        contents.stays_apart = true;
                     }
                 }
             }
@@ -471,9 +474,9 @@ impl Flattener<'_, '_> {
                     self.add_contents(&mut contents, item)?;
                 }
                 let is_flattened = match pickle.node(id) {
-                    Node::List(_) => contents.has_dicts || contents.has_objects,
+                    Node::List(_) => contents.has_dicts || contents.stays_apart,
                     // A tuple is flattened if a dict in it has tensors.
-                    _ => contents.has_dicts && contents.has_objects,
+                    _ => contents.has_dicts && contents.stays_apart,
                 };
                 if !is_flattened {
                     contents.keys = 1;
@@ -482,7 +485,7 @@ impl Flattener<'_, '_> {
             Node::Opaque(object) => {
                 self.walk.charge(id, "expanded size", LOOK_COST_BYTES)?;
                 return Ok(Contents {
-                    has_objects: NumpyRef::find(pickle, object).is_none(),
+                    stays_apart: NumpyRef::find(pickle, object).is_none(),
                     ..Contents::PLAIN
                 });
             }
@@ -497,14 +500,14 @@ impl Flattener<'_, '_> {
             }
             Node::Object(_) | Node::Global(_) | Node::Foreign(..) | Node::PersistentId(_) => {
                 return Ok(Contents {
-                    has_objects: true,
+                    stays_apart: true,
                     ..Contents::PLAIN
                 });
             }
             _ => return Ok(Contents::PLAIN),
         }
         self.walk.leave();
-        if contents.keys > MAX_FLAT_VALUES && !contents.has_objects {
+        if contents.keys > MAX_FLAT_VALUES && !contents.stays_apart {
             self.large.insert(id);
             contents.keys = 1;
         }
@@ -517,7 +520,7 @@ impl Flattener<'_, '_> {
         let of_item = self.find_large(item)?;
         contents.keys = contents.keys.saturating_add(of_item.keys);
         contents.has_dicts |= of_item.has_dicts;
-        contents.has_objects |= of_item.has_objects;
+        contents.stays_apart |= of_item.stays_apart;
         Ok(())
     }
 

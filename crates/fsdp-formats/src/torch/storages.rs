@@ -41,10 +41,7 @@ impl Storages {
             }
         };
         if length < bytes {
-            let expected = format!(
-                "a storage of {}",
-                count_text(bytes as usize, "byte", "bytes")
-            );
+            let expected = format!("a storage of {}", count_text(bytes, "byte", "bytes"));
             let found = format!("one of {length}");
             return Err(FormatError::unexpected(expected, found));
         }

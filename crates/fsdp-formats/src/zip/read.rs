@@ -201,7 +201,7 @@ impl Directory {
             let order = self.read_record(source, "byteorder", 16)?;
             if order != b"little" {
                 let what = format!(
-                    "the byte order `{}` (`torch.save` what `torch.load` returns)",
+                    "the byte order `{}` (on a little-endian machine, `torch.save` what `torch.load` returns)",
                     String::from_utf8_lossy(&order)
                 );
                 return Err(FormatError::unsupported(what));

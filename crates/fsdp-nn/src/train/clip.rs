@@ -124,9 +124,13 @@ impl ShardedParameters {
     /// The all-gather's; [`NnError::Options`], the same on every rank.
     fn norm_to_clip(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
         let group = self.group();
-        let kind = f64::from(options.norm as u8 * 4 + options.on_non_finite as u8);
+        let ClipOptions {
+            norm,
+            on_non_finite,
+        } = options;
+        let kind = f64::from(norm as u8 * 4 + on_non_finite as u8);
         let mut gathered = vec![0.0; 3 * group.world_size()];
-        let own = [self.norm_part(options.norm)?, max_norm, kind];
+        let own = [self.norm_part(norm)?, max_norm, kind];
         group.all_gather_into(&mut gathered, &own)?;
         let (calls, _) = gathered.as_chunks::<3>();
         let [_, first_max_norm, first_kind] = calls[0];
@@ -145,8 +149,8 @@ impl ShardedParameters {
             }
             if kind.to_bits() != first_kind.to_bits() {
                 return Err(NnError::options(format!(
-                    "rank {rank} clips gradients with other options than rank {reference}: \
-                     `ClipOptions` must be the same on every rank"
+                    "rank {rank} clips gradients by another `norm` or `on_non_finite` than rank \
+                     {reference}: `ClipOptions` must be the same on every rank"
                 )));
             }
             let is_in_total = match shard_ranks {
@@ -154,10 +158,10 @@ impl ShardedParameters {
                 None => position == group.rank(),
             };
             if is_in_total {
-                total = options.norm.join(total, part);
+                total = norm.join(total, part);
             }
         }
-        Ok(options.norm.finish(total))
+        Ok(norm.finish(total))
     }
 
     /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks

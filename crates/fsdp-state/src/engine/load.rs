@@ -128,7 +128,7 @@ where
         // If a collective has failed, every rank has this error already, and no further agreement
         // is possible.
         Err(error) if error.comm().is_some() => {
-            return Err(partly_loaded(is_live && !is_staged, STAGED_ADVICE, error));
+            return Err(partly_loaded(is_live && !is_staged, true, error));
         }
         outcome => outcome,
     };
@@ -139,7 +139,7 @@ where
     // A rank that failed to read has still taken part in the collectives. This agreement gives its
     // error to the others.
     E::agree(group, operation, None, outcome)
-        .map_err(|error| partly_loaded(is_live && !is_staged, STAGED_ADVICE, error))?;
+        .map_err(|error| partly_loaded(is_live && !is_staged, true, error))?;
 
     if !is_live {
         return Ok(plan.report);
@@ -152,7 +152,8 @@ where
     let committed = filled
         .map_err(E::from)
         .and_then(|()| target.commit().map_err(E::from));
-    E::agree(group, operation, None, committed).map_err(|error| partly_loaded(true, "", error))?;
+    E::agree(group, operation, None, committed)
+        .map_err(|error| partly_loaded(true, false, error))?;
     Ok(plan.report)
 }
 
@@ -183,15 +184,12 @@ where
     Ok(agree(&call, compared)?.report)
 }
 
-/// The advice after a load that was not staged and broke off while it read.
-const STAGED_ADVICE: &str = ", or load with `staged` to change all or nothing";
-
 /// Wraps an error in [`StateError::PartlyLoaded`] if some live values may be new and others old.
-fn partly_loaded<E: LoadError>(is_partly_loaded: bool, advice: &'static str, error: E) -> E {
+fn partly_loaded<E: LoadError>(is_partly_loaded: bool, can_be_staged: bool, error: E) -> E {
     if is_partly_loaded {
         StateError::PartlyLoaded {
             reason: error.to_string(),
-            advice,
+            can_be_staged,
             kind: error.kind(),
         }
         .into()

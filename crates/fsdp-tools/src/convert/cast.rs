@@ -273,7 +273,7 @@ pub(crate) struct LostElements {
 
 impl LostElements {
     /// Returns the outcome for one element. One that is not a number stays that.
-    pub(crate) fn of_element(before: Extremes, after: Extremes) -> Self {
+    pub(crate) fn of_element(before: NumberClass, after: NumberClass) -> Self {
         LostElements {
             infinite: u64::from(after.is_infinite && !before.is_infinite),
             zero: u64::from(after.is_zero && !before.is_zero),
@@ -288,25 +288,25 @@ impl AddAssign for LostElements {
     }
 }
 
-/// The ends of what a dtype can hold, and whether a number lies at one of them.
+/// Tells whether a number is infinite, and whether it is zero.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Extremes {
+pub(crate) struct NumberClass {
     pub(crate) is_infinite: bool,
     pub(crate) is_zero: bool,
 }
 
-impl From<f64> for Extremes {
+impl From<f64> for NumberClass {
     fn from(number: f64) -> Self {
-        Extremes {
+        NumberClass {
             is_infinite: number.is_infinite(),
             is_zero: number == 0.0,
         }
     }
 }
 
-impl From<f32> for Extremes {
+impl From<f32> for NumberClass {
     fn from(number: f32) -> Self {
-        Extremes {
+        NumberClass {
             is_infinite: number.is_infinite(),
             is_zero: number == 0.0,
         }
@@ -355,13 +355,11 @@ impl Losses {
             total += lost;
         }
         let too_large = format!(
-            "got infinite elements, {} in all, which are finite in the source and too large for the \
-             dtype",
+            "got infinite elements, {} in all, which were finite and are too large for the dtype",
             total.infinite
         );
         let too_small = format!(
-            "got zeros, {} in all, for elements that are not zero in the source and too small for the \
-             dtype",
+            "got zeros, {} in all, for elements that were not zero and are too small for the dtype",
             total.zero
         );
         let infinite = Change::new("tensor", too_large, infinite);
@@ -389,30 +387,30 @@ pub(super) fn cast_elements(
             (number as f32, number.into())
         }),
         DType::F32 => encode_floats(input, output, output_dtype, |element| {
-            with_extremes(f32::from_le_bytes(element))
+            with_class(f32::from_le_bytes(element))
         }),
         DType::F16 => encode_floats(input, output, output_dtype, |element| {
-            with_extremes(f16::from_le_bytes(element).to_f32())
+            with_class(f16::from_le_bytes(element).to_f32())
         }),
         DType::BF16 => encode_floats(input, output, output_dtype, |element| {
-            with_extremes(bf16::from_le_bytes(element).to_f32())
+            with_class(bf16::from_le_bytes(element).to_f32())
         }),
         _ => unreachable!("a view casts only the types of CASTABLE"),
     }
 }
 
-/// Returns a number, and whether it lies at an end of its dtype.
-fn with_extremes(number: f32) -> (f32, Extremes) {
+/// Returns a number and its class.
+fn with_class(number: f32) -> (f32, NumberClass) {
     (number, number.into())
 }
 
-/// Writes elements in the type `output_dtype`. `decode` reads one, and tells whether it lies at an
-/// end of its own type. Returns the number of those that are lost by it.
+/// Writes elements in the type `output_dtype`. `decode` reads one, and tells its class in
+/// its own type. Returns the number of those that are lost by it.
 fn encode_floats<const A: usize>(
     input: &[u8],
     output: &mut [u8],
     output_dtype: DType,
-    decode: impl Fn([u8; A]) -> (f32, Extremes),
+    decode: impl Fn([u8; A]) -> (f32, NumberClass),
 ) -> LostElements {
     match output_dtype {
         DType::F64 => convert_each(input, output, decode, |number| {
@@ -439,7 +437,7 @@ fn encode_floats<const A: usize>(
 fn convert_each<const A: usize, const B: usize>(
     input: &[u8],
     output: &mut [u8],
-    decode: impl Fn([u8; A]) -> (f32, Extremes),
+    decode: impl Fn([u8; A]) -> (f32, NumberClass),
     encode: impl Fn(f32) -> ([u8; B], f32),
 ) -> LostElements {
     let input_elements = input.as_chunks::<A>().0;

@@ -13,7 +13,9 @@ use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, TensorBox};
 use indexmap::IndexMap;
 
-use super::cast::{CASTABLE, Extremes, Losses, LostElements, cast_elements, last_part, parent_of};
+use super::cast::{
+    CASTABLE, Losses, LostElements, NumberClass, cast_elements, last_part, parent_of,
+};
 use super::output::unsupported;
 use crate::elements::for_each_number;
 
@@ -342,7 +344,7 @@ fn multiply_all(numbers: &mut [f32], scale: f32) -> LostElements {
     let mut lost = LostElements::default();
     for number in numbers {
         let product = *number * scale;
-        let before = Extremes {
+        let before = NumberClass {
             is_infinite: number.is_infinite() || scale.is_infinite(),
             is_zero: *number == 0.0 || scale == 0.0,
         };

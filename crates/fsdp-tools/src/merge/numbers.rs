@@ -36,7 +36,7 @@ pub(super) fn fill_slots(
 }
 
 /// Writes numbers to `bytes` as elements, each rounded once, to nearest. Returns the number of
-/// finite ones that are infinite afterwards.
+/// finite ones that became infinite. Zeros are not counted: a small sum may cancel to zero.
 pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) -> LostElements {
     let infinite = match dtype {
         DType::F64 => write_each(numbers, bytes, |number| (number.to_le_bytes(), number)),
@@ -54,7 +54,6 @@ pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) -> 
         }),
         _ => unreachable!("only tensors of the types of CASTABLE are computed"),
     };
-    // A sum that is rounded to zero is as near as the dtype can be.
     LostElements { infinite, zero: 0 }
 }
 
