@@ -177,7 +177,7 @@ impl CheckpointSummary {
     fn lines(&self) -> Vec<String> {
         let hashes = if self.hashed { "yes" } else { "no" };
         let tensors = self.tensors.len();
-        let box_count = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let box_count: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let boxes = count_text(box_count, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
