@@ -145,7 +145,7 @@ def test_merge_writes_the_average(tmp_path):
     np.savez(tmp_path / "other.npz", weight=np.zeros(3, np.float32))
     with pytest.raises(fc.DifferenceError, match="count"):
         fc.merge([*sources, tmp_path / "other.npz"], tmp_path / "none", "torch")
-    with pytest.raises(fc.UsageError, match="1 weights for 2 checkpoints"):
+    with pytest.raises(fc.UsageError, match="1 weight for 2 checkpoints"):
         fc.merge(sources, tmp_path / "none", "torch", weights=[1])
     with pytest.raises(fc.UsageError, match="--from"):
         fc.merge([], tmp_path / "none", "torch")
