@@ -250,7 +250,7 @@ impl Checkpointer {
             (Some((branch, disk_step)), Some(position)) if branch.number == position.branch => {
                 Some((branch.clone(), position.step.max(*disk_step)))
             }
-            // Of a branch that only the memory tier has, no more is known than its number.
+            // The memory tier records only the number of a branch, and not what it continues.
             (on_disk, Some(position))
                 if on_disk
                     .as_ref()

@@ -72,7 +72,7 @@ pub fn load(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    load_from(&path.into(), template, group, options, false)
+    load_from(&path.into(), template, group, options, FillMode::Fresh)
 }
 
 /// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does:
@@ -120,7 +120,7 @@ pub fn load_in_place(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    load_from(&path.into(), state, group, options, true)
+    load_from(&path.into(), state, group, options, FillMode::InPlace)
 }
 
 /// Opens a checkpoint and loads it into a state dict, in fresh tensors or in place. Collectives:
@@ -131,15 +131,10 @@ fn load_from(
     state: &mut StateDict,
     group: &ProcessGroup,
     options: &LoadOptions,
-    in_place: bool,
+    mode: FillMode,
 ) -> Result<LoadReport, CheckpointError> {
     let group = with_storage_deadline(group, options.deadline);
     let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_on_this_rank(path, options))?;
-    let mode = if in_place {
-        FillMode::InPlace
-    } else {
-        FillMode::Fresh
-    };
     fill(&*checkpoint, state, &group, options, mode)
 }
 

@@ -68,7 +68,7 @@ pub trait Stateful {
     /// checks nothing; types that hold others ask these.
     ///
     /// # Errors
-    /// Those of [`Self::load_state_dict`] before anything changes.
+    /// The errors that [`Self::load_state_dict`] returns before it changes anything.
     fn check_load(
         &mut self,
         checkpoint: &dyn Checkpoint,

@@ -56,7 +56,8 @@ const CASES: [(&str, &[Beside]); 6] = [
     ("gguf", &[Beside::Tensor, Beside::Vocabulary]),
 ];
 
-/// Runs a command as the command line would.
+/// Runs `fsdp` with these arguments in this process, so that its allocations are counted. It must
+/// succeed. Returns what it has written to stdout.
 fn run(arguments: &[&str]) -> String {
     let arguments = arguments.iter().map(OsString::from);
     let (outcome, output) = embed::report(arguments, Default::default());
@@ -196,8 +197,9 @@ fn bytes_read() -> usize {
     line.unwrap().parse().unwrap()
 }
 
+/// Measures the cost of a command when it runs for the second time.
 fn cost(command: impl Fn()) -> Cost {
-    // What is made once for all commands is not counted.
+    // The first run also sets up what the process keeps, such as thread pools.
     command();
     let (live, read) = (live_bytes(), bytes_read());
     reset_peak();

@@ -70,7 +70,7 @@ pub(crate) fn find_shared(metadata: &Metadata) -> HashMap<String, String> {
         };
         tensors.push((place, fqn));
     }
-    // Of those that begin at one place, the longest comes first.
+    // Sort by the first byte. Where several tensors have the same one, the longest comes first.
     tensors.sort_by(|(first, _), (second, _)| {
         let ends = second.end.cmp(&first.end);
         (first.file, first.start)

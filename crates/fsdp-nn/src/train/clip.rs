@@ -196,8 +196,9 @@ impl ShardedParameters {
     /// infinite or NaN on all of them, or on none.
     ///
     /// # Errors
-    /// Those of [`Self::clip_grad_norm`], but [`NnError::NonFiniteGradients`] only with
-    /// [`OnNonFinite::Error`]; ranks that pass different options.
+    /// The errors of [`Self::clip_grad_norm`]; [`NnError::NonFiniteGradients`] only with
+    /// [`OnNonFinite::Error`]. Also [`NnError::Options`], on every rank, if ranks pass different
+    /// options.
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
         let norm = self.norm_to_clip(max_norm, options)?;
         if max_norm.is_nan() || max_norm < 0.0 {

@@ -314,7 +314,7 @@ impl ScaledWeight {
         scales: &Scales<'_>,
     ) -> LostElements {
         let Some(last) = bounds.sizes.len().checked_sub(1) else {
-            return multiply_all(numbers, scales.numbers[0]);
+            return multiply_by_scale(numbers, scales.numbers[0]);
         };
         let columns = bounds.sizes[last];
         let mut lost = LostElements::default();
@@ -329,7 +329,7 @@ impl ScaledWeight {
                 let block_end = (block + 1) * self.block[last] - bounds.offsets[last];
                 let count = (block_end.min(columns) - column).min(numbers.len() - position);
                 let scale = scales.numbers[row_start + block - scales.bounds.offsets[last]];
-                lost += multiply_all(&mut numbers[position..position + count], scale);
+                lost += multiply_by_scale(&mut numbers[position..position + count], scale);
                 position += count;
                 column += count;
             }
@@ -338,9 +338,10 @@ impl ScaledWeight {
     }
 }
 
-/// Multiplies numbers by a scale. Returns the number of those that are lost by it: products of
-/// finite numbers that are infinite, and of numbers other than zero that are zero.
-fn multiply_all(numbers: &mut [f32], scale: f32) -> LostElements {
+/// Multiplies each number by the scale of its block. Returns how many products cannot be held:
+/// those that became infinite though number and scale are finite, and those that became zero though
+/// neither is.
+fn multiply_by_scale(numbers: &mut [f32], scale: f32) -> LostElements {
     let mut lost = LostElements::default();
     for number in numbers {
         let product = *number * scale;

@@ -13,14 +13,13 @@ pub(super) fn restore_integer_keys(
     values: &HashMap<String, PlainValue>,
 ) -> Vec<String> {
     let mut restored = Vec::new();
-    restore_in(structure, "", values, &mut restored);
+    restore_keys_below(structure, "", values, &mut restored);
     restored
 }
 
-/// Makes integers of the keys of each `state` in a part of the containers, as
-/// [`restore_integer_keys`] does, and adds their paths to `restored`. `path` is that of the part,
-/// with a dot at its end.
-fn restore_in(
+/// Does the work of [`restore_integer_keys`] for one container and all containers inside of it, and
+/// adds the paths of the keys to `restored`. `path` is the container's own, with a dot at its end.
+fn restore_keys_below(
     structure: &mut Structure,
     path: &str,
     values: &HashMap<String, PlainValue>,
@@ -48,12 +47,12 @@ fn restore_in(
             }
             for (key, item) in items {
                 let text = key.key_text().unwrap_or_default();
-                restore_in(item, &format!("{path}{text}."), values, restored);
+                restore_keys_below(item, &format!("{path}{text}."), values, restored);
             }
         }
         Structure::List(items) | Structure::Tuple(items) => {
             for (index, item) in items.iter_mut().enumerate() {
-                restore_in(item, &format!("{path}{index}."), values, restored);
+                restore_keys_below(item, &format!("{path}{index}."), values, restored);
             }
         }
         Structure::Leaf(_) | Structure::Module(..) => {}

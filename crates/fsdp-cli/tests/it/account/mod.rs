@@ -87,7 +87,7 @@ impl Places {
             state: read_state(&*opened(&source)),
             ..Account::default()
         };
-        self.run(
+        self.run_and_check(
             random,
             &["convert".to_owned(), source.clone()],
             &source,
@@ -95,9 +95,9 @@ impl Places {
         )
     }
 
-    /// Runs a command that writes a checkpoint of a random format, and checks what came out and
-    /// what was told against the account. Returns the path.
-    fn run(
+    /// Runs a command that writes a checkpoint of a random format, and compares that checkpoint and
+    /// the command's report with the account. Returns the path of the checkpoint.
+    fn run_and_check(
         &mut self,
         random: &mut Random,
         command: &[String],
@@ -190,7 +190,7 @@ fn check(report: &Value, source: &dyn Checkpoint, written: &dyn Checkpoint, expe
             );
         }
     }
-    // What was told is what happened, and nothing else.
+    // The report must name exactly the changes that the account expects.
     let mut told: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for change in report["changes"].as_array().unwrap() {
         let what = change["what"].as_str().unwrap();
@@ -302,7 +302,10 @@ fn check_rounded(key: &str, tensor: &PlainTensor, sums: &[f64]) -> Lost {
     lost
 }
 
-/// Checks the result of a merge: `sums_of` returns the sums of a tensor that is computed.
+/// Checks the checkpoint that a merge has written, and its report. `sums_of` returns the exact
+/// elements of a tensor that is computed, and `None` for one that must be that of the `first`
+/// checkpoint. A computed tensor must have these elements, rounded to the nearest, and the report
+/// must name the tensors with elements that became infinite, and those taken from the first.
 fn check_merge(
     report: &Value,
     first: &State,
@@ -406,7 +409,7 @@ fn convert(random: &mut Random, places: &mut Places) {
             }
         }
     }
-    let written = places.run(random, &command, &path, &account);
+    let written = places.run_and_check(random, &command, &path, &account);
     // Back through the map.
     if let Some(map) = map.filter(|_| dtype.is_none())
         && opened(&written).metadata().entries.len() == account.state.len()
@@ -445,15 +448,15 @@ fn convert(random: &mut Random, places: &mut Places) {
     }
 }
 
-/// `fsdp reshard`, from any format.
-fn reshard(random: &mut Random, places: &mut Places) {
+/// Reshards a random checkpoint of any format with `fsdp reshard`, and checks the result.
+fn check_random_reshard(random: &mut Random, places: &mut Places) {
     let state = random_state(random);
     let path = places.source(random, &state);
     let account = Account {
         state: read_state(&*opened(&path)),
         ..Account::default()
     };
-    places.run(
+    places.run_and_check(
         random,
         &["reshard".to_owned(), path.clone()],
         &path,
@@ -461,8 +464,17 @@ fn reshard(random: &mut Random, places: &mut Places) {
     );
 }
 
-/// `fsdp merge` of several checkpoints.
-fn average(random: &mut Random, places: &mut Places) {
+/// Returns `true` for a tensor of 8-bit floats.
+fn is_8_bit_float(item: &PlainValue) -> bool {
+    let PlainValue::Tensor(tensor) = item else {
+        return false;
+    };
+    tensor.dtype.is_float() && tensor.dtype.bits() == 8
+}
+
+/// Averages up to three random checkpoints with `fsdp merge`, with or without weights, and checks
+/// the result.
+fn check_random_average(random: &mut Random, places: &mut Places) {
     let first = random_state(random);
     let mut paths = vec![places.source(random, &first)];
     for _ in 0..random.below(3) {
@@ -488,10 +500,9 @@ fn average(random: &mut Random, places: &mut Places) {
         .map(|path| read_state(&*opened(path)))
         .collect();
     // There is no average of 8-bit floats.
-    let is_8_bits = |item: &PlainValue| matches!(item, PlainValue::Tensor(tensor) if tensor.dtype.is_float() && tensor.dtype.bits() == 8);
     let excluded: Vec<String> = states[0]
         .iter()
-        .filter(|(_, item)| is_8_bits(item))
+        .filter(|(_, item)| is_8_bit_float(item))
         .map(|(key, _)| key.clone())
         .collect();
     for key in &excluded {
@@ -524,8 +535,9 @@ fn average(random: &mut Random, places: &mut Places) {
     });
 }
 
-/// `fsdp merge --lora`, with an update, a tensor in place of the base's, and both.
-fn lora(random: &mut Random, places: &mut Places) {
+/// Merges a random adapter into a random checkpoint with `fsdp merge --lora`, and checks the
+/// result. The adapter has an update of a tensor, a tensor that replaces one, or both.
+fn check_random_lora(random: &mut Random, places: &mut Places) {
     let state = random_state(random);
     let path = places.source(random, &state);
     let base = read_state(&*opened(&path));
@@ -598,9 +610,9 @@ proptest! {
         let random = &mut Random(seed);
         let mut places = Places { parent: TempDir::new().unwrap(), count: 0 };
         match random.below(8) {
-            0 => average(random, &mut places),
-            1 => lora(random, &mut places),
-            2 => reshard(random, &mut places),
+            0 => check_random_average(random, &mut places),
+            1 => check_random_lora(random, &mut places),
+            2 => check_random_reshard(random, &mut places),
             _ => convert(random, &mut places),
         }
     }
