@@ -3,6 +3,7 @@
 
 mod anchors;
 mod counts;
+mod rooms;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,6 +14,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use self::anchors::{ANCHORS, COLUMNS};
 use self::counts::Counts;
+use self::rooms::Rooms;
 use crate::files::{collect, read};
 use crate::shell::show;
 
@@ -79,7 +81,36 @@ pub(super) fn run(directory: &Path) -> Result<()> {
     show(&size_table(&rows));
     show("In 1000 code lines; comments, and doc comments, in 100:\n");
     show(&rate_table(&rows));
+    show("Imports between the files and folders directly under `src`:\n");
+    show(&room_table(directory, &packages)?);
     Ok(())
+}
+
+/// Returns the table of the rooms of all libraries under `crates` that have several.
+fn room_table(directory: &Path, packages: &[PathBuf]) -> Result<String> {
+    let files = super::read_all(directory)?;
+    let mut table = "| crate | rooms | floors | arrows |\n|---|---|---|---|\n".to_owned();
+    for package in packages {
+        let name = package_name(directory, package);
+        let source = format!("{name}/src");
+        if !name.starts_with("crates/") || !files.contains_key(&format!("{source}/lib.rs")) {
+            continue;
+        }
+        let rooms = Rooms::read(&files, &source)?;
+        if rooms.count < 2 {
+            continue;
+        }
+        writeln!(
+            table,
+            "| `{}` | {} | {} | {} |",
+            name.trim_start_matches("crates/"),
+            rooms.count,
+            rooms.floors,
+            rooms.arrows
+        )
+        .expect("text can be written to a string");
+    }
+    Ok(table)
 }
 
 /// Returns the name of a package in the tables: its path below the directory that was asked for.
