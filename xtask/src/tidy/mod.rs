@@ -35,7 +35,8 @@ const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
 /// Checks all rules, or prints the report.
 pub(crate) fn run(root: &Path, arguments: &TidyArguments) -> Result<()> {
     if arguments.report {
-        return report::run(arguments.at.as_deref().unwrap_or(root));
+        let directory = arguments.at.as_deref().unwrap_or(root);
+        return report::run(directory, &read_all(directory)?);
     }
     check(root)
 }
@@ -92,7 +93,10 @@ fn read_all(root: &Path) -> Result<BTreeMap<String, String>> {
     for top in [
         "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci", ".github",
     ] {
-        collect(&root.join(top), &mut paths)?;
+        // Other projects, which the report counts too, have other directories.
+        if root.join(top).is_dir() {
+            collect(&root.join(top), &mut paths)?;
+        }
     }
     for entry in fs::read_dir(root)? {
         let path = entry?.path();

@@ -60,8 +60,9 @@ const fn column(title: &'static str, count: fn(&Counts) -> usize, per: usize) ->
     Column { title, count, per }
 }
 
-/// Prints the counts of all packages in a directory, beside those of other projects.
-pub(super) fn run(directory: &Path) -> Result<()> {
+/// Prints the counts of all packages in a directory, beside those of other projects. `files` are
+/// the texts of all its files, by name.
+pub(super) fn run(directory: &Path, files: &BTreeMap<String, String>) -> Result<()> {
     let mut packages = Vec::new();
     find_packages(directory, &mut packages)?;
     ensure!(
@@ -82,13 +83,16 @@ pub(super) fn run(directory: &Path) -> Result<()> {
     show("In 1000 code lines; comments, and doc comments, in 100:\n");
     show(&rate_table(&rows));
     show("Imports between the files and folders directly under `src`:\n");
-    show(&room_table(directory, &packages)?);
+    show(&room_table(directory, &packages, files)?);
     Ok(())
 }
 
 /// Returns the table of the rooms of all libraries under `crates` that have several.
-fn room_table(directory: &Path, packages: &[PathBuf]) -> Result<String> {
-    let files = super::read_all(directory)?;
+fn room_table(
+    directory: &Path,
+    packages: &[PathBuf],
+    files: &BTreeMap<String, String>,
+) -> Result<String> {
     let mut table = "| crate | rooms | floors | arrows |\n|---|---|---|---|\n".to_owned();
     for package in packages {
         let name = package_name(directory, package);
@@ -96,7 +100,7 @@ fn room_table(directory: &Path, packages: &[PathBuf]) -> Result<String> {
         if !name.starts_with("crates/") || !files.contains_key(&format!("{source}/lib.rs")) {
             continue;
         }
-        let rooms = Rooms::read(&files, &source)?;
+        let rooms = Rooms::read(files, &source)?;
         if rooms.count < 2 {
             continue;
         }
