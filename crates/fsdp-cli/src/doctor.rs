@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
@@ -13,7 +13,7 @@ use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 
 use crate::job_failure::is_without_launcher;
-use crate::launch::has_secret;
+use crate::launch::{has_secret, list_gpus};
 use crate::text::or_word;
 use crate::{memory, output};
 
@@ -214,29 +214,6 @@ fn check_shared_memory() -> std::io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn check_shared_memory() -> std::io::Result<()> {
     Err(std::io::ErrorKind::Unsupported.into())
-}
-
-/// Lists NVIDIA's devices.
-fn list_gpus() -> Vec<String> {
-    let mut device_paths = Vec::new();
-    for entry in fs::read_dir("/dev").into_iter().flatten().flatten() {
-        let path = entry.path();
-        if is_gpu(&path) {
-            device_paths.push(path.display().to_string());
-        }
-    }
-    device_paths.sort();
-    device_paths
-}
-
-/// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
-fn is_gpu(path: &Path) -> bool {
-    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
-        return false;
-    };
-    name.strip_prefix("nvidia").is_some_and(|number| {
-        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-    })
 }
 
 /// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually

@@ -29,6 +29,11 @@ fn train(out: &Path, arguments: &[&str]) {
 }
 
 fn launch(nproc: usize, out: &Path, arguments: &[&str]) {
+    launch_with(&["--nproc", &nproc.to_string()], out, arguments);
+}
+
+/// Trains with these options of the launcher.
+fn launch_with(options: &[&str], out: &Path, arguments: &[&str]) {
     let program = program();
     let train = [
         program.to_str().unwrap(),
@@ -38,7 +43,9 @@ fn launch(nproc: usize, out: &Path, arguments: &[&str]) {
         "--out",
         out.to_str().unwrap(),
     ];
-    fsdp(&["launch", "--nproc", &nproc.to_string(), "--"])
+    fsdp(&["launch"])
+        .args(options)
+        .arg("--")
         .args(train)
         .args(arguments)
         .assert()
@@ -161,6 +168,20 @@ fn ranks_over_nccl_have_the_losses_of_cpus_and_checkpoints_cross() {
         ranks,
         &cpu,
         &["--steps", "9", "--resume", "--backend", "nccl"],
+    );
+    assert_close(&losses(&gpu), &losses(&cpu));
+}
+
+#[test]
+fn two_ranks_on_each_gpu_over_nccl_have_the_losses_of_cpus() {
+    let dir = TempDir::new().unwrap();
+    let (cpu, gpu) = (dir.path().join("cpu"), dir.path().join("gpu"));
+    let ranks = (2 * ranks_of_nccl()).to_string();
+    train(&cpu, &[&SMALL[..], &["--steps", "6"]].concat());
+    launch_with(
+        &["--nproc", &ranks, "--ranks-per-gpu", "2"],
+        &gpu,
+        &[&SMALL[..], &["--steps", "6", "--backend", "nccl"]].concat(),
     );
     assert_close(&losses(&gpu), &losses(&cpu));
 }

@@ -15,7 +15,7 @@ pub enum BackendKind {
     Tcp,
     /// Processes, over MPI.
     Mpi,
-    /// Processes with a GPU each, over NCCL.
+    /// Processes with GPUs, over NCCL.
     Nccl,
 }
 

@@ -10,7 +10,7 @@
 //! | `local` | threads of one process | [`run_local`] | directly from one rank's slice to another's |
 //! | `tcp` | processes | a launcher; [`init_process_group`] in each | through shared memory on one host, else over sockets |
 //! | `mpi` (feature `mpi`) | processes | `mpirun` or `srun`; [`init_process_group`] in each | through MPI's collectives |
-//! | `nccl` (feature `nccl`) | processes with a GPU each | as for `tcp` | GPU memory through NCCL ([`ProcessGroup::device`](crate::ProcessGroup)), all else as in `tcp` |
+//! | `nccl` (feature `nccl`) | processes with GPUs | as for `tcp` | GPU memory through NCCL ([`ProcessGroup::device`](crate::ProcessGroup)), all else as in `tcp` |
 //!
 //! ```
 //! use fsdp_comm::{ReduceOp, run_local};

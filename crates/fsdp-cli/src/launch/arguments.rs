@@ -10,6 +10,7 @@ use clap::Args;
 use clap::builder::BoolishValueParser;
 use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE, Secret};
 
+use super::gpus::SharedGpus;
 use crate::failure::usage_error;
 
 /// The largest number of processes of one node.
@@ -22,7 +23,8 @@ const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[command(after_help = "\
 Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
 MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET; and \
-RAYON_NUM_THREADS, its share of the cores, unless that is set. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on \
+RAYON_NUM_THREADS, its share of the cores, unless that is set. With --ranks-per-gpu it also gets CUDA_VISIBLE_DEVICES and \
+NCCL_HOSTID. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on \
 to all that a process has started. When a process fails, all others are ended, and \
 its exit code (128 + N for signal N) is returned.
 
@@ -59,6 +61,10 @@ pub(crate) struct LaunchArguments {
     /// join them then
     #[arg(long, value_parser = BoolishValueParser::new())]
     insecure: bool,
+    /// Let N ranks share each GPU: the first N processes of this node use its first GPU, and so on
+    /// [default: CUDA's own choice; with `fsdp train --backend nccl` a GPU for each rank]
+    #[arg(long, value_name = "N")]
+    ranks_per_gpu: Option<NonZeroUsize>,
     /// Seconds between asking processes to end and killing them
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub(super) grace: u64,
@@ -112,7 +118,21 @@ pub(super) struct Rendezvous {
     pub(super) first_rank: usize,
     /// The variables that all processes of this node share: torchrun's, and the job's name and
     /// secret.
-    pub(super) variables: Vec<(&'static str, String)>,
+    variables: Vec<(&'static str, String)>,
+    /// The GPUs, if ranks share them.
+    shared_gpus: Option<SharedGpus>,
+}
+
+impl Rendezvous {
+    /// Returns the variables that tell a process of this node its place among the ranks.
+    pub(super) fn variables(&self, local_rank: usize) -> Vec<(&'static str, String)> {
+        let mut variables = self.variables.clone();
+        variables.push(("RANK", (self.first_rank + local_rank).to_string()));
+        variables.push(("LOCAL_RANK", local_rank.to_string()));
+        let shared_gpus = self.shared_gpus.iter();
+        variables.extend(shared_gpus.flat_map(|gpus| gpus.variables(local_rank)));
+        variables
+    }
 }
 
 impl LaunchArguments {
@@ -120,7 +140,7 @@ impl LaunchArguments {
     /// restarts.
     ///
     /// # Errors
-    /// Options that do not go together; no free port.
+    /// Options that do not go together; fewer GPUs than the ranks need; no free port.
     pub(super) fn make_rendezvous(&self, nproc: usize, restarts: u32) -> Result<Rendezvous> {
         let nnodes = self.nnodes.get();
         let node_rank = self.node_rank;
@@ -183,6 +203,10 @@ impl LaunchArguments {
             None if has_several_nodes => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
         };
+        let shared_gpus = self
+            .ranks_per_gpu
+            .map(|count| SharedGpus::find(count, nproc, node_rank))
+            .transpose()?;
         let mut variables = vec![
             ("WORLD_SIZE", world_size.to_string()),
             ("LOCAL_WORLD_SIZE", nproc.to_string()),
@@ -207,6 +231,7 @@ impl LaunchArguments {
         Ok(Rendezvous {
             first_rank: node_rank * nproc,
             variables,
+            shared_gpus,
         })
     }
 

@@ -3,6 +3,7 @@
 mod arguments;
 mod descendants;
 mod exits;
+mod gpus;
 pub(crate) mod guard;
 mod lines;
 #[cfg(target_os = "linux")]
@@ -20,6 +21,7 @@ use fsdp::comm::BLAME_DIR;
 use tempfile::TempDir;
 
 pub(crate) use self::arguments::{LaunchArguments, has_secret};
+pub(crate) use self::gpus::list_gpus;
 use self::guard::Guard;
 use self::lines::{LastLines, RankOutput};
 use self::running::{JobEnd, RunningProcesses};
@@ -296,10 +298,7 @@ fn run_attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcom
     for local_rank in 0..nproc {
         let rank = rendezvous.first_rank + local_rank;
         let mut command = make_command(arguments, nproc);
-        command
-            .envs(rendezvous.variables.iter().cloned())
-            .env("RANK", rank.to_string())
-            .env("LOCAL_RANK", local_rank.to_string());
+        command.envs(rendezvous.variables(local_rank));
         match &blame_dir {
             Some(blame_dir) => command.env(BLAME_DIR, blame_dir.path()),
             None => command.env_remove(BLAME_DIR),

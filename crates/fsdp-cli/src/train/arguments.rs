@@ -174,7 +174,7 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = RANKS, long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     pub(super) nproc: Option<usize>,
     /// How ranks reach each other: they are threads of this process (local), or the processes that
-    /// a launcher (tcp; nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a
+    /// a launcher (tcp; nccl with GPUs) or an MPI launcher (mpi) started [default: tcp if a
     /// launcher started several, else local]
     #[arg(help_heading = RANKS, long,
           value_parser = choice_parser(["local", "tcp", "mpi", "nccl"], |name| name.parse::<BackendKind>().ok()))]

@@ -154,6 +154,51 @@ fn output_has_its_rank_and_variables_are_torchruns() {
 }
 
 #[test]
+fn ranks_that_share_gpus_see_one_each_and_more_than_fit_are_refused() {
+    let launch = |nproc: &str, gpus: &str| {
+        let mut command = fsdp(&["launch", "--nproc", nproc, "--ranks-per-gpu", "2", "--"]);
+        command
+            .args([
+                "sh",
+                "-c",
+                "echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES $NCCL_HOSTID",
+            ])
+            .env("CUDA_VISIBLE_DEVICES", gpus)
+            .env_remove("NCCL_HOSTID")
+            .env_remove("NCCL_MULTI_RANK_GPU_ENABLE");
+        command
+    };
+    let output = launch("3", "4,6").assert().success();
+    let mut lines: Vec<String> = String::from_utf8_lossy(&output.get_output().stdout)
+        .lines()
+        .map(str::to_owned)
+        .collect();
+    lines.sort_unstable();
+    assert_eq!(
+        lines,
+        [
+            "[0] 0 4 0-fsdp-node-0",
+            "[1] 1 4 1-fsdp-node-0",
+            "[2] 2 6 0-fsdp-node-0"
+        ]
+    );
+    launch("1", "0")
+        .env("NCCL_HOSTID", "mine")
+        .assert()
+        .stdout("[0] 0 0 0-mine\n");
+    launch("1", "0")
+        .env("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        .assert()
+        .stdout("[0] 0 0\n");
+    for (nproc, gpus) in [("5", "4,6"), ("1", "")] {
+        launch(nproc, gpus)
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("GPUs with 2 ranks on each").and(contains("CUDA_VISIBLE_DEVICES")));
+    }
+}
+
+#[test]
 fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
     let one_node = || {
         let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"])

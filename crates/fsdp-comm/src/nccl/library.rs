@@ -219,9 +219,22 @@ impl Functions {
         };
         let code_text = code_text.as_deref().unwrap_or("unknown error");
         match last_error.filter(|last_error| !last_error.is_empty()) {
-            Some(last_error) => format!("{code_text} (code {code}): {last_error}"),
+            Some(last_error) => {
+                let hint = hint_for(&last_error);
+                format!("{code_text} (code {code}): {last_error}{hint}")
+            }
             None => format!("{code_text} (code {code})"),
         }
+    }
+}
+
+/// Returns what to do about an error of NCCL, to be appended to its text.
+fn hint_for(last_error: &str) -> &'static str {
+    // Later versions than 2.29 say it in another way, and name a setting of their own.
+    if last_error.contains("Duplicate GPU") {
+        ": start one rank for each GPU, or let several share one with `fsdp launch --ranks-per-gpu`"
+    } else {
+        ""
     }
 }
 

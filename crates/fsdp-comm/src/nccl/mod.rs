@@ -1,4 +1,4 @@
-//! The `nccl` backend: ranks are processes with a GPU each, whose memory NCCL moves directly.
+//! The `nccl` backend: ranks are processes with GPUs, whose memory NCCL moves directly.
 //!
 //! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and
 //! processes find each other as there. So a rank that dies or stops is named, and all ranks agree
@@ -12,7 +12,8 @@ mod owner;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use self::library::UniqueId;
 use self::owner::OwnerThread;
@@ -26,7 +27,7 @@ use crate::group::ProcessGroup;
 use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
-/// Creates the group of all processes of the job, each with its GPU.
+/// Creates the group of all processes of the job.
 pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
     let deadline = deadline_after(timeout);
     check()?;
@@ -56,13 +57,12 @@ pub(crate) fn check() -> Result<(), CommError> {
 
 /// Returns the number of GPUs that this process sees; an error if there is none.
 fn device_count() -> Result<usize, CommError> {
-    let count = CudaContext::device_count()
-        .map_err(|error| unavailable_error(format!("CUDA does not start: {error}")))?;
-    match usize::try_from(count) {
-        Ok(0) | Err(_) => Err(unavailable_error(
+    match CudaContext::device_count().map(usize::try_from) {
+        Ok(Ok(count)) if count > 0 => Ok(count),
+        Ok(_) | Err(DriverError(CUresult::CUDA_ERROR_NO_DEVICE)) => Err(unavailable_error(
             "CUDA finds no GPU: see `CUDA_VISIBLE_DEVICES`".to_owned(),
         )),
-        Ok(count) => Ok(count),
+        Err(error) => Err(unavailable_error(format!("CUDA does not start: {error}"))),
     }
 }
 
@@ -77,14 +77,16 @@ fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
     )
 }
 
-/// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one.
-/// The error is a local rank without a GPU.
+/// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one:
+/// so a launcher can choose, and let several ranks share it. The error is a local rank without a
+/// GPU.
 fn local_rank_ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),
         _ if local_rank < devices => Ok(local_rank),
         _ => Err(unavailable_error(format!(
-            "each rank needs a GPU of its own, but this is rank {local_rank} of its host, which has {devices}"
+            "this is rank {local_rank} of its host, which has {devices} GPUs: start fewer ranks, or \
+             let several share a GPU with `fsdp launch --ranks-per-gpu`"
         ))),
     }
 }
@@ -196,7 +198,10 @@ mod tests {
             "a launcher shows each rank its own GPU only"
         );
         let error = local_rank_ordinal(4, 4).unwrap_err().to_string();
-        assert!(error.contains("rank 4 of its host, which has 4"), "{error}");
+        assert!(
+            error.contains("rank 4 of its host, which has 4") && error.contains("--ranks-per-gpu"),
+            "{error}"
+        );
     }
 
     /// Checks that a machine without GPUs gets an error, and no panic.
