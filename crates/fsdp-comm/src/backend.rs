@@ -45,12 +45,21 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError>;
 
-    /// Creates a group of some of these ranks. All of them call it right after the same round. They
-    /// may exchange messages until the deadline of that round.
+    /// Creates a group of some of these ranks. All of them call it right after the same round,
+    /// while the others call [`without_subgroup`](Self::without_subgroup). They may exchange messages
+    /// until the deadline of that round.
     ///
     /// # Errors
     /// The backend lacks something that a group needs, or a rank is missing.
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError>;
+
+    /// Does a rank's part in the creation of groups that it is in none of.
+    ///
+    /// # Errors
+    /// A rank is missing.
+    fn without_subgroup(&self, _round: &Round<'_>) -> Result<(), CommError> {
+        Ok(())
+    }
 
     /// Tells all ranks that this group has failed in this round, unless it has failed already.
     /// Ranks that are still in an earlier round may finish that round, because this rank has done

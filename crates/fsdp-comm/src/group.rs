@@ -278,6 +278,16 @@ impl Turn<'_> {
         })
     }
 
+    /// Does this rank's part in the creation of a group that it is not in.
+    pub(crate) fn stay_outside(&self) -> Result<(), CommError> {
+        let outcome = self
+            .group
+            .shared
+            .backend
+            .without_subgroup(&self.current_round());
+        blame::record(self.group.global_rank(), outcome)
+    }
+
     /// Returns the last round that has begun.
     fn current_round(&self) -> Round<'_> {
         Round {

@@ -96,8 +96,8 @@ impl Turn<'_> {
                 })?;
             Ok(None)
         })?;
-        // All ranks have taken part in the round above. Those outside of the group are done.
         let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {
+            self.stay_outside()?;
             return Ok(None);
         };
         let members = Members {

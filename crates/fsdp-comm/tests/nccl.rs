@@ -27,6 +27,7 @@ use fsdp_comm::device::{DeviceSlice, DeviceSliceMut};
 use fsdp_comm::{
     BackendKind, CommError, Element, ProcessGroup, ReduceOp, init_process_group_within,
 };
+use fsdp_layout::DeviceMesh;
 use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
@@ -78,6 +79,7 @@ fn rank_process() {
         "gpu memory of a subgroup" => return subgroups(&group),
         "gpu memory that does not fit" => return misfits(&group),
         "until a rank dies" => return until_a_rank_dies(&group),
+        "until a rank dies in a split" => return until_a_rank_dies_in_a_split(&group),
         _ => {}
     }
     let mut chosen: Vec<Case> = cases()
@@ -148,9 +150,8 @@ fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
     Ranks::start(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
-/// Sends a signal to the last rank while all ranks call collectives, and waits for the others'
-/// errors. A rank that is alone has nobody to miss.
-fn lose_the_last_rank(signal: Signal) {
+/// Sends a signal to the last rank while all ranks do `what`, and waits for the others' errors. A rank that is alone has nobody to miss.
+fn lose_the_last_rank(what: &str, signal: Signal) {
     let world_size = ranks();
     if world_size == 1 {
         return;
@@ -158,7 +159,7 @@ fn lose_the_last_rank(signal: Signal) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut ranks = Ranks::start(
         world_size,
-        "until a rank dies",
+        what,
         &[("FSDP_TEST_LOG", log.path().to_str().unwrap())],
     );
     ranks.wait_until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
@@ -172,12 +173,22 @@ fn lose_the_last_rank(signal: Signal) {
 
 #[test]
 fn a_rank_that_dies_within_a_collective_is_named() {
-    lose_the_last_rank(Signal::KILL);
+    lose_the_last_rank("until a rank dies", Signal::KILL);
 }
 
 #[test]
 fn a_rank_that_stops_within_a_collective_is_named_at_the_deadline() {
-    lose_the_last_rank(Signal::STOP);
+    lose_the_last_rank("until a rank dies", Signal::STOP);
+}
+
+#[test]
+fn a_rank_that_dies_while_groups_are_made_is_named() {
+    lose_the_last_rank("until a rank dies in a split", Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_while_groups_are_made_is_named_at_the_deadline() {
+    lose_the_last_rank("until a rank dies in a split", Signal::STOP);
 }
 
 fn stream(group: &ProcessGroup) -> Arc<CudaStream> {
@@ -199,6 +210,23 @@ fn until_a_rank_dies(group: &ProcessGroup) {
             Err(error) => break error,
         }
     };
+    assert_names_the_last_rank(group, error);
+}
+
+/// Makes groups until the last rank, which is in none of them, is lost.
+fn until_a_rank_dies_in_a_split(group: &ProcessGroup) {
+    let survivors: Vec<usize> = (0..group.world_size() - 1).collect();
+    let error = loop {
+        match group.subgroup(&survivors) {
+            Ok(_) => std::fs::write(std::env::var("FSDP_TEST_LOG").unwrap(), "going").unwrap(),
+            Err(error) => break error,
+        }
+    };
+    assert_names_the_last_rank(group, error);
+}
+
+/// Checks that an error names the last rank as lost, and that the group has failed with it.
+fn assert_names_the_last_rank(group: &ProcessGroup, error: CommError) {
     let victim = group.world_size() - 1;
     assert!(
         matches!(error, CommError::RankLeft { rank, .. } if rank == victim),
@@ -210,12 +238,23 @@ fn until_a_rank_dies(group: &ProcessGroup) {
 /// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a
 /// real driver.
 fn host_copies() -> Option<[u64; 2]> {
+    stand_in_counts("libcuda.so.1", b"cudaStandInHostCopies\0")
+}
+
+/// Returns the number of ids that this process has made for communicators, and the number of splits
+/// that it took part in; `None` with NVIDIA's library.
+fn origins_of_communicators() -> Option<[u64; 2]> {
+    stand_in_counts("libnccl.so.2", b"ncclStandInOrigins\0")
+}
+
+/// Calls a function by which a stand-in tells two numbers; `None` if the library has none.
+fn stand_in_counts(library: &str, function: &[u8]) -> Option<[u64; 2]> {
     let mut counts = [0; 2];
-    // SAFETY: the driver is loaded already, and the function writes two numbers.
+    // SAFETY: the library is loaded already, and the function writes two numbers.
     unsafe {
-        let driver = libloading::Library::new("libcuda.so.1").unwrap();
-        let count = driver
-            .get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(b"cudaStandInHostCopies\0")
+        let library = libloading::Library::new(library).unwrap();
+        let count = library
+            .get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(function)
             .ok()?;
         assert_eq!(count(&mut counts), 0);
     }
@@ -276,6 +315,11 @@ fn subgroups(group: &ProcessGroup) {
         .filter_map(|of| group.subgroup(&of).unwrap());
     let own: Vec<ProcessGroup> = made.collect();
     assert_eq!(own.len(), 1);
+    // Ranks outside of a group take part in its split too.
+    let groups = ranks.min(2) as u64;
+    if let Some(origins) = origins_of_communicators() {
+        assert_eq!(origins, [u64::from(rank == 0), groups]);
+    }
     let stream = stream(&own[0]);
     let mut memory = stream.clone_htod(&[rank as f32]).unwrap();
     let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
@@ -289,6 +333,30 @@ fn subgroups(group: &ProcessGroup) {
         stream.clone_dtoh(&memory).unwrap(),
         [others.iter().sum::<usize>() as f32]
     );
+    mesh_groups(group);
+}
+
+/// Makes all groups of a dimension at once, and checks that a rank has its place along it.
+fn mesh_groups(group: &ProcessGroup) {
+    let ranks = group.world_size();
+    let rows = if ranks.is_multiple_of(2) { 2 } else { 1 };
+    let mesh = DeviceMesh::new(&[rows, ranks / rows], &["replicate", "shard"], ranks).unwrap();
+    for dim in [0, 1] {
+        let own = group.mesh_group(&mesh, dim).unwrap();
+        let stream = stream(&own);
+        let input = stream.clone_htod(&[group.rank() as u32]).unwrap();
+        let mut output = stream.alloc_zeros::<u32>(own.world_size()).unwrap();
+        own.device()
+            .unwrap()
+            .all_gather_into(
+                &mut DeviceSliceMut::new(&mut output, &stream),
+                &DeviceSlice::new(&input, &stream),
+            )
+            .unwrap();
+        let gathered = stream.clone_dtoh(&output).unwrap();
+        let expected: Vec<u32> = own.global_ranks().iter().map(|&rank| rank as u32).collect();
+        assert_eq!(gathered, expected);
+    }
 }
 
 fn misfits(group: &ProcessGroup) {

@@ -9,8 +9,10 @@
 //! The error of a call is NCCL's own message.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUdeviceptr;
@@ -31,6 +33,8 @@ const MIN_VERSION: c_int = 21_800;
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const UNDEFINED: c_int = c_int::MIN;
+/// The color of a rank that is in none of the communicators that a split makes.
+const NO_COLOR: c_int = -1;
 
 type Raw = *mut c_void;
 type Stream = *mut c_void;
@@ -104,6 +108,7 @@ functions! {
     get_version: "ncclGetVersion", fn(*mut c_int) -> c_int;
     get_unique_id: "ncclGetUniqueId", fn(*mut UniqueId) -> c_int;
     init: "ncclCommInitRankConfig", fn(*mut Raw, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    split: "ncclCommSplit", fn(Raw, c_int, c_int, *mut Raw, *mut Config) -> c_int;
     get_async_error: "ncclCommGetAsyncError", fn(Raw, *mut c_int) -> c_int;
     get_error_string: "ncclGetErrorString", fn(c_int) -> *const c_char;
     get_last_error: "ncclGetLastError", fn(Raw) -> *const c_char;
@@ -292,11 +297,42 @@ fn to_c_int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
 
-/// One rank of a communicator. It stays on the thread that made it.
+/// One rank of a communicator. One thread at a time uses it.
 #[derive(Debug)]
 pub(super) struct NcclCommunicator {
     functions: &'static Functions,
     raw: Raw,
+}
+
+// SAFETY: NCCL binds a communicator to a GPU and not to a thread. It only asks that no two threads
+// use one at the same time, and this type is not `Sync`.
+unsafe impl Send for NcclCommunicator {}
+
+/// The place of a rank in the communicators that a split makes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SplitPlace {
+    /// Ranks of the same color get into the same communicator.
+    pub(super) color: usize,
+    /// Ranks of a communicator are numbered in ascending order of this.
+    pub(super) key: usize,
+}
+
+/// A communicator that a split is about to make. NCCL's thread writes it at some time before the
+/// split is over, so if it does not come to its end, the few bytes for it are never freed.
+#[derive(Debug)]
+pub(super) struct SplitResult {
+    functions: &'static Functions,
+    raw: ManuallyDrop<Box<AtomicPtr<c_void>>>,
+}
+
+impl SplitResult {
+    /// Returns the new communicator, once [`NcclCommunicator::is_all_enqueued`] of the one that is
+    /// split has returned `true`. There is none for a rank without a color.
+    pub(super) fn take(self) -> Option<NcclCommunicator> {
+        let SplitResult { functions, raw } = self;
+        let raw = ManuallyDrop::into_inner(raw).load(Ordering::Acquire);
+        (!raw.is_null()).then_some(NcclCommunicator { functions, raw })
+    }
 }
 
 impl NcclCommunicator {
@@ -320,6 +356,28 @@ impl NcclCommunicator {
             return Err("it made no communicator".to_owned());
         }
         Ok(NcclCommunicator { functions, raw })
+    }
+
+    /// Begins to make communicators of some of the ranks each. All ranks of this communicator call
+    /// it, while no other call is under way; those with `None` get no new one.
+    /// [`Self::is_all_enqueued`] tells when that is done.
+    pub(super) fn begin_split(&self, place: Option<SplitPlace>) -> Result<SplitResult, String> {
+        let (color, key) = match place {
+            Some(SplitPlace { color, key }) => (to_c_int(color)?, to_c_int(key)?),
+            None => (NO_COLOR, 0),
+        };
+        let result = SplitResult {
+            functions: self.functions,
+            raw: ManuallyDrop::new(Box::default()),
+        };
+        // SAFETY: a live communicator. What NCCL writes to is freed only after it has been written,
+        // in `SplitResult::take`. Without a configuration the new communicators get that of this
+        // one.
+        let code = unsafe {
+            (self.functions.split)(self.raw, color, key, result.raw.as_ptr(), ptr::null_mut())
+        };
+        self.functions.check_begun(code, self.raw)?;
+        Ok(result)
     }
 
     /// Returns `true` if all calls that were begun have been handed to the GPU. The error is that

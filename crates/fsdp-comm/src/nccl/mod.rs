@@ -15,8 +15,8 @@ use std::time::Duration;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
-use self::library::UniqueId;
-use self::owner::OwnerThread;
+use self::library::{SplitPlace, UniqueId};
+use self::owner::{Origin, OwnerThread};
 use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
@@ -111,7 +111,7 @@ struct NcclBackend {
 }
 
 impl NcclBackend {
-    /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id
+    /// Makes the NCCL communicator of the group of all ranks, which tell each other NCCL's id
     /// over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
@@ -128,7 +128,7 @@ impl NcclBackend {
             .try_into()
             .map_err(|_| id_exchange_error(round, "an id of another length".to_owned()))?;
         let id = UniqueId(id);
-        let owner = OwnerThread::start(&control, ordinal, id, round)?;
+        let owner = OwnerThread::start(&control, ordinal, Origin::Id(id), round)?;
         Ok(NcclBackend {
             owner,
             control,
@@ -172,8 +172,30 @@ impl Backend for NcclBackend {
     }
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        // Groups that are made at once have no rank in common, so their first ranks tell them
+        // apart.
+        let own_ranks = &self.control.members().global_ranks;
+        let first_rank = members.global_ranks[0];
+        let color = own_ranks.iter().position(|&rank| rank == first_rank);
+        let place = SplitPlace {
+            color: color.expect("the ranks of a subgroup are ranks of the group"),
+            key: members.rank,
+        };
+        let communicator = self
+            .owner
+            .split(&self.control, Some(place), round)?
+            .expect("a rank with a color gets a communicator");
         let control = Arc::new(self.control.create_subgroup(round, members)?);
-        Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
+        let origin = Origin::Split(communicator);
+        Ok(Arc::new(NcclBackend {
+            owner: OwnerThread::start(&control, self.ordinal, origin, round)?,
+            control,
+            ordinal: self.ordinal,
+        }))
+    }
+
+    fn without_subgroup(&self, round: &Round<'_>) -> Result<(), CommError> {
+        self.owner.split(&self.control, None, round).map(drop)
     }
 
     fn abort(&self, round: u64, error: &CommError) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
-use super::library::{NcclCommunicator, UniqueId};
+use super::library::{NcclCommunicator, SplitPlace, UniqueId};
 use crate::backend::{Backend as _, Members, Movement, Round};
 use crate::error::CommError;
 use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause, wait_until};
@@ -16,6 +16,28 @@ use crate::tcp::TcpBackend;
 
 /// The time that NCCL may take to leave the other ranks, or to abort a call.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The origin of a communicator.
+pub(super) enum Origin {
+    /// All its ranks join the one that this id names.
+    Id(UniqueId),
+    /// It was split from another.
+    Split(NcclCommunicator),
+}
+
+/// Work for the thread.
+enum Request {
+    Call(CallRequest),
+    Split(SplitRequest),
+}
+
+/// A split of the communicator into groups of its ranks. It comes after all earlier calls.
+struct SplitRequest {
+    /// This rank's place in the groups; `None` if it is in none.
+    place: Option<SplitPlace>,
+    watch: Watch,
+    reply: Sender<Result<Option<NcclCommunicator>, CommError>>,
+}
 
 /// A call for the thread.
 struct CallRequest {
@@ -29,16 +51,16 @@ struct CallRequest {
 /// A rank's communicator, on a thread of its own.
 #[derive(Debug)]
 pub(super) struct OwnerThread {
-    requests: Mutex<Option<Sender<CallRequest>>>,
+    requests: Mutex<Option<Sender<Request>>>,
     end_receiver: Mutex<Receiver<()>>,
 }
 
 impl OwnerThread {
-    /// Joins the other ranks that were given this id.
+    /// Starts the thread of a communicator, and waits until its ranks have joined it.
     pub(super) fn start(
         control: &Arc<TcpBackend>,
         ordinal: usize,
-        id: UniqueId,
+        origin: Origin,
         round: &Round<'_>,
     ) -> Result<OwnerThread, CommError> {
         let (requests, incoming_requests) = mpsc::channel();
@@ -48,7 +70,7 @@ impl OwnerThread {
         thread::Builder::new()
             .name("nccl".to_owned())
             .spawn(move || {
-                match Owned::join(ordinal, id, &watch) {
+                match Owned::join(ordinal, origin, &watch) {
                     Ok(owned) => {
                         join_sender.send(Ok(())).ok();
                         owned.work(&incoming_requests);
@@ -92,11 +114,35 @@ impl OwnerThread {
             watch: Watch::new(control, round),
             reply,
         };
+        self.send(Request::Call(request), round)?;
+        wait_for_answer(&replies, round).unwrap_or_else(|| abort_process(round.operation))
+    }
+
+    /// Splits the communicator into groups of its ranks, all of which call this. Returns the
+    /// communicator of this rank's group, or `None` for a rank without a place in any. A failed
+    /// split ends the communicator, as a failed call does.
+    pub(super) fn split(
+        &self,
+        control: &Arc<TcpBackend>,
+        place: Option<SplitPlace>,
+        round: &Round<'_>,
+    ) -> Result<Option<NcclCommunicator>, CommError> {
+        let (reply, replies) = mpsc::channel();
+        let request = SplitRequest {
+            place,
+            watch: Watch::new(control, round),
+            reply,
+        };
+        self.send(Request::Split(request), round)?;
+        wait_for_answer(&replies, round).unwrap_or_else(|| abort_process(round.operation))
+    }
+
+    /// Hands work to the thread. The error is that of a communicator which has ended.
+    fn send(&self, request: Request, round: &Round<'_>) -> Result<(), CommError> {
         lock(&self.requests)
             .as_ref()
             .and_then(|requests| requests.send(request).ok())
-            .ok_or_else(|| ended_communicator_error(round))?;
-        wait_for_answer(&replies, round).unwrap_or_else(|| abort_process(round.operation))
+            .ok_or_else(|| ended_communicator_error(round))
     }
 }
 
@@ -114,10 +160,10 @@ impl Drop for OwnerThread {
 
 /// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless
 /// NCCL does not return. Then there is none.
-fn wait_for_answer(
-    answers: &Receiver<Result<(), CommError>>,
+fn wait_for_answer<T>(
+    answers: &Receiver<Result<T, CommError>>,
     round: &Round<'_>,
-) -> Option<Result<(), CommError>> {
+) -> Option<Result<T, CommError>> {
     let remaining = round.deadline.saturating_duration_since(Instant::now());
     match answers.recv_timeout(remaining + GRACE_PERIOD + FINALIZE_TIMEOUT * 2) {
         Ok(answer) => Some(answer),
@@ -158,14 +204,14 @@ struct Owned {
 }
 
 impl Owned {
-    /// Joins the communicator that `id` names, on the GPU `ordinal`. An error is reported
-    /// to the other ranks.
-    fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
-        Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
+    /// Takes over or joins a communicator, on the GPU `ordinal`. An error is reported to the other
+    /// ranks.
+    fn join(ordinal: usize, origin: Origin, watch: &Watch) -> Result<Owned, CommError> {
+        Owned::try_join(ordinal, origin, watch).inspect_err(|error| watch.abort(error))
     }
 
     /// Joins the communicator of the group: waits until all ranks have joined.
-    fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
+    fn try_join(ordinal: usize, origin: Origin, watch: &Watch) -> Result<Owned, CommError> {
         // The communicator gets a stream of its own, so that candle's streams never wait for a
         // collective.
         let context = CudaContext::new(ordinal)
@@ -177,8 +223,11 @@ impl Owned {
         let Members {
             rank, global_ranks, ..
         } = watch.control.members();
-        let communicator = NcclCommunicator::begin(id, *rank, global_ranks.len())
-            .map_err(|error| library_error("ncclCommInitRankConfig", error))?;
+        let communicator = match origin {
+            Origin::Id(id) => NcclCommunicator::begin(id, *rank, global_ranks.len())
+                .map_err(|error| library_error("ncclCommInitRankConfig", error))?,
+            Origin::Split(communicator) => communicator,
+        };
         // Report an error to the other ranks before the communicator is dropped, because the drop
         // waits for them.
         watch
@@ -192,27 +241,55 @@ impl Owned {
 
     /// Carries out requests until there are no more, or one has failed. A failed call cannot be
     /// undone on its own, so the communicator ends with it.
-    fn work(self, requests: &Receiver<CallRequest>) {
-        for CallRequest {
-            call,
-            earlier_work,
-            watch,
-            reply,
-        } in requests
-        {
-            if let Err(error) = self.carry_out(&call, &earlier_work, &watch) {
-                // Tell the others first: NCCL ends a communicator only when all ranks do.
-                watch.abort(&error);
-                // The caller may use the memory again as soon as it has its answer.
-                if !self.abort_and_wait() {
-                    abort_process(&watch.operation);
+    fn work(self, requests: &Receiver<Request>) {
+        for request in requests {
+            match request {
+                Request::Call(request) => {
+                    let outcome =
+                        self.carry_out(&request.call, &request.earlier_work, &request.watch);
+                    match outcome {
+                        Ok(()) => request.reply.send(Ok(())).ok(),
+                        Err(error) => return self.fail(error, &request.watch, &request.reply),
+                    }
                 }
-                reply.send(Err(error)).ok();
-                return;
-            }
-            reply.send(Ok(())).ok();
+                Request::Split(request) => match self.split(request.place, &request.watch) {
+                    Ok(communicator) => request.reply.send(Ok(communicator)).ok(),
+                    Err(error) => return self.fail(error, &request.watch, &request.reply),
+                },
+            };
         }
         self.leave();
+    }
+
+    /// Ends the communicator after an error, which the other ranks and the caller are told.
+    fn fail<T>(self, error: CommError, watch: &Watch, reply: &Sender<Result<T, CommError>>) {
+        // Tell the others first: NCCL ends a communicator only when all ranks do.
+        watch.abort(&error);
+        // The caller may use the memory again as soon as it has its answer.
+        if !self.abort_and_wait() {
+            abort_process(&watch.operation);
+        }
+        reply.send(Err(error)).ok();
+    }
+
+    /// Splits the communicator, and waits until this rank's new one, if there is one, is complete.
+    fn split(
+        &self,
+        place: Option<SplitPlace>,
+        watch: &Watch,
+    ) -> Result<Option<NcclCommunicator>, CommError> {
+        const CALL: &str = "ncclCommSplit";
+        let result = self
+            .communicator
+            .begin_split(place)
+            .map_err(|error| library_error(CALL, error))?;
+        watch.wait(CALL, || self.communicator.is_all_enqueued())?;
+        let made = result.take();
+        if made.is_none() && place.is_some() {
+            let message = "it made no communicator".to_owned();
+            return Err(library_error(CALL, message));
+        }
+        Ok(made)
     }
 
     /// Carries out a call after the work that `earlier_work` stands for, and waits until the GPU is

@@ -151,6 +151,30 @@ impl Messages {
         Ok(message)
     }
 
+    /// Sends bytes to all ranks, this one included, and returns what each of them has sent.
+    ///
+    /// # Errors
+    /// The file system's; a rank that makes another call.
+    pub(super) fn exchange(
+        &mut self,
+        call: &str,
+        bytes: &[u8],
+        is_aborted: &impl Fn() -> bool,
+    ) -> Result<Result<Vec<Vec<u8>>, Aborted>, String> {
+        let header = header(call, 0, bytes.len());
+        for to in 0..self.ranks() {
+            self.send(to, &[header.as_slice(), bytes].concat())?;
+        }
+        let mut received = Vec::new();
+        for from in 0..self.ranks() {
+            match self.receive(from, is_aborted)? {
+                Ok(message) => received.push(content(&message, &header, from)?.to_vec()),
+                Err(Aborted) => return Ok(Err(Aborted)),
+            }
+        }
+        Ok(Ok(received))
+    }
+
     /// Says that this rank leaves.
     pub(super) fn leave(&self) -> Result<(), String> {
         self.write(&format!("left-{}", self.rank), b"")

@@ -39,10 +39,18 @@ const VERSION: c_int = 22_809;
 /// The time between a call and its arrival in its stream.
 const LAUNCH: Duration = Duration::from_micros(200);
 
+/// The color of a rank that is in none of the communicators that a split makes.
+const NO_COLOR: c_int = -1;
+
 /// A rank of a communicator.
 struct Communicator {
+    /// The name that all its ranks know.
+    name: String,
     rank: usize,
     ranks: usize,
+    device: &'static machine::Device,
+    /// The number of splits so far.
+    splits: AtomicU64,
     state: AtomicI32,
     is_aborted: AtomicBool,
     error: Mutex<Option<String>>,
@@ -51,6 +59,72 @@ struct Communicator {
 }
 
 impl Communicator {
+    /// Makes a communicator that its ranks have yet to join.
+    fn new(
+        name: String,
+        (rank, ranks): (usize, usize),
+        device: &'static machine::Device,
+    ) -> Communicator {
+        Communicator {
+            name,
+            rank,
+            ranks,
+            device,
+            splits: AtomicU64::new(0),
+            state: AtomicI32::new(IN_PROGRESS),
+            is_aborted: AtomicBool::new(false),
+            error: Mutex::new(None),
+            messages: Mutex::new(None),
+        }
+    }
+
+    /// Joins the other ranks. `is_aborted` tells when nobody wants that any more.
+    fn join(&self, is_aborted: &impl Fn() -> bool) -> Result<Result<(), Aborted>, String> {
+        let directory = messages::directory(&self.name);
+        let place = messages::place(self.device.number);
+        let joined = Messages::join(directory, (self.rank, self.ranks), &place, is_aborted)?;
+        Ok(joined.map(|messages| {
+            *lock(&self.messages) = Some(messages);
+            self.state.store(SUCCESS, Ordering::Release);
+        }))
+    }
+
+    /// Makes the communicator of all ranks that have this color, in the order of their keys.
+    fn split(
+        &self,
+        color: c_int,
+        key: c_int,
+    ) -> Result<Result<Option<Communicator>, Aborted>, String> {
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let own = [color.to_ne_bytes(), key.to_ne_bytes()].concat();
+        let exchanged = lock(&self.messages)
+            .as_mut()
+            .ok_or("the ranks have not joined")?
+            .exchange("ncclCommSplit", &own, &|| self.is_aborted())?;
+        let places = match exchanged {
+            Ok(places) => places,
+            Err(Aborted) => return Ok(Err(Aborted)),
+        };
+        if color == NO_COLOR {
+            return Ok(Ok(None));
+        }
+        let own_color = color.to_ne_bytes();
+        let mut members: Vec<(c_int, usize)> = places
+            .iter()
+            .enumerate()
+            .filter(|(_, place)| place[..own_color.len()] == own_color)
+            .filter_map(|(rank, place)| Some((c_int::from_ne_bytes(*place.last_chunk()?), rank)))
+            .collect();
+        members.sort_unstable();
+        let rank = members.iter().position(|&(_, rank)| rank == self.rank);
+        let made = Communicator::new(
+            format!("{}-{number}-{color}", self.name),
+            (rank.ok_or("a rank is not in its own color")?, members.len()),
+            self.device,
+        );
+        Ok(made.join(&|| self.is_aborted())?.map(|()| Some(made)))
+    }
+
     fn fail(&self, code: Code, error: String) {
         say(&format!(
             "NCCL, rank {} of {}: {error}",
@@ -109,24 +183,17 @@ impl Launch {
         self.communicator
             .state
             .store(IN_PROGRESS, Ordering::Release);
-        let launcher = thread::Builder::new()
-            .name("launch".to_owned())
-            .spawn(move || {
-                thread::sleep(LAUNCH);
-                let communicator = Arc::clone(&self.communicator);
-                let calls = self.calls;
-                self.device
-                    .push(&self.stream, Box::new(move || communicator.run(&calls)));
-                self.communicator
-                    .state
-                    .compare_exchange(IN_PROGRESS, SUCCESS, Ordering::AcqRel, Ordering::Acquire)
-                    .ok();
-            });
-        if launcher.is_ok() {
-            IN_PROGRESS
-        } else {
-            SYSTEM_ERROR
-        }
+        in_background("launch", move || {
+            thread::sleep(LAUNCH);
+            let communicator = Arc::clone(&self.communicator);
+            let calls = self.calls;
+            self.device
+                .push(&self.stream, Box::new(move || communicator.run(&calls)));
+            self.communicator
+                .state
+                .compare_exchange(IN_PROGRESS, SUCCESS, Ordering::AcqRel, Ordering::Acquire)
+                .ok();
+        })
     }
 }
 
@@ -187,7 +254,6 @@ const ID: usize = 128;
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; ID]) -> Code {
-    static MADE: AtomicU64 = AtomicU64::new(0);
     let time = SystemTime::UNIX_EPOCH
         .elapsed()
         .unwrap_or_default()
@@ -195,7 +261,7 @@ unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; ID]) -> Code {
     let name = format!(
         "{}-{time}-{}",
         std::process::id(),
-        MADE.fetch_add(1, Ordering::Relaxed)
+        IDS.fetch_add(1, Ordering::Relaxed)
     );
     let mut bytes = [0; ID];
     bytes
@@ -225,42 +291,85 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     let Ok(device) = machine::current() else {
         return INVALID_USAGE;
     };
-    let communicator = Arc::new(Communicator {
-        rank,
-        ranks,
-        state: AtomicI32::new(IN_PROGRESS),
-        is_aborted: AtomicBool::new(false),
-        error: Mutex::new(None),
-        messages: Mutex::new(None),
-    });
-    let name: String =
+    let name =
         id.0.iter()
             .take_while(|&&byte| byte != 0)
             .map(|&byte| char::from(byte))
             .collect();
+    let communicator = Arc::new(Communicator::new(name, (rank, ranks), device));
     // SAFETY: the caller's pointer.
     unsafe { made.write(COMMUNICATORS.add(Arc::clone(&communicator))) };
-    let joiner = thread::Builder::new()
-        .name("join".to_owned())
-        .spawn(move || {
-            let directory = messages::directory(&name);
-            let place = messages::place(device.number);
-            match Messages::join(directory, (rank, ranks), &place, || {
-                communicator.is_aborted()
-            }) {
-                Ok(Ok(messages)) => {
-                    *lock(&communicator.messages) = Some(messages);
-                    communicator.state.store(SUCCESS, Ordering::Release);
-                }
-                Ok(Err(Aborted)) => {}
-                Err(error) => communicator.fail(INVALID_USAGE, error),
-            }
-        });
-    if joiner.is_ok() {
-        IN_PROGRESS
-    } else {
-        SYSTEM_ERROR
+    in_background("join", move || {
+        if let Err(error) = communicator.join(&|| communicator.is_aborted()) {
+            communicator.fail(INVALID_USAGE, error);
+        }
+    })
+}
+
+/// Goes on with a call on a thread of its own. Returns the code of the call.
+fn in_background(name: &str, work: impl FnOnce() + Send + 'static) -> Code {
+    match thread::Builder::new().name(name.to_owned()).spawn(work) {
+        Ok(_) => IN_PROGRESS,
+        Err(_) => SYSTEM_ERROR,
     }
+}
+
+/// The place to which a new communicator is written before the call that makes it is over.
+struct Made(*mut Handle);
+
+// SAFETY: the caller keeps the place for the thread that writes to it.
+unsafe impl Send for Made {}
+
+impl Made {
+    fn write(&self, handle: Handle) {
+        // SAFETY: the caller's pointer.
+        unsafe { self.0.write(handle) };
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ncclCommSplit(
+    handle: Handle,
+    color: c_int,
+    key: c_int,
+    made: *mut Handle,
+    _config: *const c_void,
+) -> Code {
+    let Some(communicator) = COMMUNICATORS.get(handle) else {
+        return INVALID_ARGUMENT;
+    };
+    if made.is_null() || color < NO_COLOR {
+        return INVALID_ARGUMENT;
+    }
+    if let Some(code) = communicator.refuse() {
+        return code;
+    }
+    let made = Made(made);
+    made.write(std::ptr::null_mut());
+    communicator.state.store(IN_PROGRESS, Ordering::Release);
+    in_background("split", move || match communicator.split(color, key) {
+        Ok(Ok(child)) => {
+            let handle = child.map(|child| COMMUNICATORS.add(Arc::new(child)));
+            made.write(handle.unwrap_or(std::ptr::null_mut()));
+            SPLITS.fetch_add(1, Ordering::Relaxed);
+            communicator.state.store(SUCCESS, Ordering::Release);
+        }
+        Ok(Err(Aborted)) => {}
+        Err(error) => communicator.fail(INVALID_USAGE, error),
+    })
+}
+
+/// The ids that this process has made, and the splits in which it took part.
+static IDS: AtomicU64 = AtomicU64::new(0);
+static SPLITS: AtomicU64 = AtomicU64::new(0);
+
+/// Writes the numbers of ids and of splits so far: how communicators were made.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ncclStandInOrigins(counts: *mut [u64; 2]) -> Code {
+    let both = [&IDS, &SPLITS].map(|count| count.load(Ordering::Relaxed));
+    // SAFETY: the caller's pointer.
+    unsafe { counts.write(both) };
+    SUCCESS
 }
 
 #[unsafe(no_mangle)]
@@ -306,26 +415,19 @@ extern "C" fn ncclCommFinalize(handle: Handle) -> Code {
         return code;
     }
     communicator.state.store(IN_PROGRESS, Ordering::Release);
-    let leaver = thread::Builder::new()
-        .name("leave".to_owned())
-        .spawn(move || {
-            if let Some(Err(error)) = lock(&communicator.messages).as_ref().map(Messages::leave) {
-                return communicator.fail(SYSTEM_ERROR, error);
-            }
-            while !communicator.is_aborted()
-                && lock(&communicator.messages)
-                    .as_ref()
-                    .is_some_and(|messages| !messages.have_all_left())
-            {
-                thread::sleep(LAUNCH);
-            }
-            communicator.state.store(SUCCESS, Ordering::Release);
-        });
-    if leaver.is_ok() {
-        IN_PROGRESS
-    } else {
-        SYSTEM_ERROR
-    }
+    in_background("leave", move || {
+        if let Some(Err(error)) = lock(&communicator.messages).as_ref().map(Messages::leave) {
+            return communicator.fail(SYSTEM_ERROR, error);
+        }
+        while !communicator.is_aborted()
+            && lock(&communicator.messages)
+                .as_ref()
+                .is_some_and(|messages| !messages.have_all_left())
+        {
+            thread::sleep(LAUNCH);
+        }
+        communicator.state.store(SUCCESS, Ordering::Release);
+    })
 }
 
 #[unsafe(no_mangle)]
