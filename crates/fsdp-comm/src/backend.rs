@@ -46,8 +46,8 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     ) -> Result<(), CommError>;
 
     /// Creates a group of some of these ranks. All of them call it right after the same round,
-    /// while the others call [`without_subgroup`](Self::without_subgroup). They may exchange messages
-    /// until the deadline of that round.
+    /// while the others call [`without_subgroup`](Self::without_subgroup). They may exchange
+    /// messages until the deadline of that round.
     ///
     /// # Errors
     /// The backend lacks something that a group needs, or a rank is missing.

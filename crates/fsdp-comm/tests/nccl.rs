@@ -150,7 +150,8 @@ fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
     Ranks::start(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
-/// Sends a signal to the last rank while all ranks do `what`, and waits for the others' errors. A rank that is alone has nobody to miss.
+/// Sends a signal to the last rank while all ranks do `what`, and waits for the others' errors. A
+/// rank that is alone has nobody to miss.
 fn lose_the_last_rank(what: &str, signal: Signal) {
     let world_size = ranks();
     if world_size == 1 {
