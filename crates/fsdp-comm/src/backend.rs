@@ -18,6 +18,8 @@ use fsdp_layout::DType;
 
 use crate::error::CommError;
 #[cfg(feature = "nccl")]
+use crate::record::Call;
+#[cfg(feature = "nccl")]
 use crate::reduce::ReduceOp;
 
 /// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
@@ -66,6 +68,12 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// its part of it.
     fn abort(&self, round: u64, error: &CommError);
 
+    /// Returns the error of an operation that had been queued when it failed, which has ended the
+    /// group.
+    fn queued_failure(&self) -> Option<CommError> {
+        None
+    }
+
     /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
     fn device(&self) -> Option<&dyn DeviceTransfer> {
@@ -79,21 +87,41 @@ pub(crate) trait DeviceTransfer {
     /// Returns the number of the GPU.
     fn ordinal(&self) -> usize;
 
-    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
-    /// the stream. When this returns, with or without an error, the GPU no longer touches the
-    /// memory of the call.
+    /// Queues a call that all ranks have agreed on in this round, behind all earlier work of the
+    /// stream. Later work of the stream comes after it, with or without an error: also what frees
+    /// the memory of the call.
     ///
     /// # Errors
     /// A rank that is missing at the deadline or has left; an abort; an error of the library.
-    fn transfer(
+    fn queue(
         &self,
         round: &Round<'_>,
-        call: Movement,
+        call: &Call,
+        movement: &Movement,
         stream: &CudaStream,
-    ) -> Result<(), CommError>;
+    ) -> Result<Arc<dyn QueuedTransfer>, CommError>;
 }
 
-/// Something to be moved between GPUs. The caller keeps the memory borrowed until the call is over.
+/// A transfer that is queued on a GPU. To drop this changes nothing.
+#[cfg(feature = "nccl")]
+pub(crate) trait QueuedTransfer: Send + Sync + fmt::Debug {
+    /// Makes later work of a stream wait for the transfer, on the GPU.
+    fn delay(&self, stream: &CudaStream) -> Result<(), CommError>;
+
+    /// Returns `true` if the transfer is over, without waiting.
+    ///
+    /// # Errors
+    /// The reason that the transfer failed for.
+    fn is_done(&self) -> Result<bool, CommError>;
+
+    /// Waits on the host until the transfer is over.
+    ///
+    /// # Errors
+    /// The reason that the transfer failed for, such as its deadline.
+    fn wait(&self) -> Result<(), CommError>;
+}
+
+/// Something to be moved between GPUs.
 #[cfg(feature = "nccl")]
 #[derive(Debug, Clone)]
 pub(crate) enum Movement {

@@ -1,20 +1,31 @@
 //! Collectives on GPU memory, between GPUs directly, without a copy on the host.
 //!
 //! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of
-//! slices. All ranks first agree on the call, as on the host. An operation waits for earlier work
-//! of the slices' stream, and when it returns it is over on the GPU too, so later work of any
-//! stream sees its result.
+//! slices. All ranks first agree on the call, as on the host, and then queue it: an operation
+//! returns before the GPU has done it.
+//!
+//! To the stream of its slices an operation is like a kernel: it comes after all earlier work, and
+//! later work sees its result. So memory may be freed on that stream, or used for something else
+//! there, as soon as the operation has returned. The operation itself runs in another stream, and
+//! work of yet other streams goes on beside it. To let such a stream use the result, and to wait on
+//! the host, there is [`Pending`].
+//!
+//! An operation may fail after it has been queued, because a rank is lost or the deadline of the
+//! group is over. The deadline begins when the work before the operation is done. Then the slices'
+//! contents are undefined, and [`Pending::wait`] and every later operation of the group return
+//! the error.
 //!
 //! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16`
 //! are rounded on the way. The maximum of a NaN and a number may be the number.
 
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
-use crate::backend::{Collective, DeviceTransfer, Movement, bytes_of_others};
+use crate::backend::{Collective, DeviceTransfer, Movement, QueuedTransfer, bytes_of_others};
 use crate::collectives::{self, check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
@@ -76,6 +87,46 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
     }
 }
 
+/// An operation that has been queued on a GPU. It goes on if this is dropped.
+#[derive(Debug, Clone)]
+pub struct Pending {
+    /// `None` for an operation that moves nothing.
+    transfer: Option<Arc<dyn QueuedTransfer>>,
+}
+
+impl Pending {
+    /// Makes later work of `stream` wait for the operation. The host does not wait.
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub fn delay(&self, stream: &CudaStream) -> Result<(), CommError> {
+        self.transfer
+            .as_ref()
+            .map_or(Ok(()), |transfer| transfer.delay(stream))
+    }
+
+    /// Returns `true` if the GPU has done the operation, without waiting.
+    ///
+    /// # Errors
+    /// The reason for which the operation has failed.
+    pub fn is_done(&self) -> Result<bool, CommError> {
+        self.transfer
+            .as_ref()
+            .map_or(Ok(true), |transfer| transfer.is_done())
+    }
+
+    /// Waits on the host until the GPU has done the operation.
+    ///
+    /// # Errors
+    /// The reason for which the operation has failed: a rank that is lost, the deadline, or an
+    /// error of NCCL's or CUDA's.
+    pub fn wait(&self) -> Result<(), CommError> {
+        self.transfer
+            .as_ref()
+            .map_or(Ok(()), |transfer| transfer.wait())
+    }
+}
+
 /// The operations of a group on GPU memory: see [`ProcessGroup::device`].
 #[derive(Clone, Copy)]
 pub struct DeviceGroup<'g> {
@@ -119,7 +170,7 @@ impl DeviceGroup<'_> {
         &self,
         DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: &DeviceSlice<'_, T>,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let ranks = self.group.world_size();
         let numel = input.numel;
         let call = call::<T>(Operation::AllGather, vec![numel], None);
@@ -157,7 +208,7 @@ impl DeviceGroup<'_> {
         DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: &DeviceSlice<'_, T>,
         op: ReduceOp,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let ranks = self.group.world_size();
         let numel = output.numel;
         let call = Call {
@@ -196,7 +247,7 @@ impl DeviceGroup<'_> {
         &self,
         DeviceSliceMut(buffer): &mut DeviceSliceMut<'_, T>,
         op: ReduceOp,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let numel = buffer.numel;
         let call = Call {
             reduce: Some(op),
@@ -231,7 +282,7 @@ impl DeviceGroup<'_> {
         &self,
         DeviceSliceMut(buffer): &mut DeviceSliceMut<'_, T>,
         root: usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
         let arguments = check(&call, || {
             self.check_devices_and_stream(&[buffer.stream])?;
@@ -263,7 +314,7 @@ impl DeviceGroup<'_> {
         output: Option<&mut DeviceSliceMut<'_, T>>,
         input: &DeviceSlice<'_, T>,
         root: usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let ranks = self.group.world_size();
         let bytes = input.bytes();
         let call = call::<T>(Operation::Gather, vec![input.numel], Some(root));
@@ -301,7 +352,7 @@ impl DeviceGroup<'_> {
         DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: Option<&DeviceSlice<'_, T>>,
         root: usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let ranks = self.group.world_size();
         let bytes = output.bytes();
         let call = call::<T>(Operation::Scatter, vec![output.numel], Some(root));
@@ -337,7 +388,7 @@ impl DeviceGroup<'_> {
         receive_counts: &[usize],
         input: &DeviceSlice<'_, T>,
         send_counts: &[usize],
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         // All counts, so that ranks which expect something else find out before anything moves.
         let counts_by_rank = self
             .group
@@ -377,7 +428,7 @@ impl DeviceGroup<'_> {
         send: Vec<(CUdeviceptr, usize)>,
         receive: Vec<(CUdeviceptr, usize)>,
         stream: &CudaStream,
-    ) -> Result<(), CommError> {
+    ) -> Result<Pending, CommError> {
         let rank = self.group.rank();
         let [sent, received] = [&send, &receive]
             .map(|pieces| bytes_of_others(pieces.iter().map(|piece| piece.1), rank));
@@ -391,7 +442,7 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// Agrees with all ranks on a call, and then makes it. `moved_bytes` is the number of bytes
+    /// Agrees with all ranks on a call, and then queues it. `moved_bytes` is the number of bytes
     /// that this rank sends and receives. Without a `movement` the call is only agreed on.
     fn run(
         &self,
@@ -399,11 +450,13 @@ impl DeviceGroup<'_> {
         moved_bytes: (usize, usize),
         stream: &CudaStream,
         movement: Option<Movement>,
-    ) -> Result<(), CommError> {
-        turn.transfer(moved_bytes, |round| match movement {
-            Some(movement) => self.transfer.transfer(round, movement, stream),
-            None => Ok(()),
-        })
+    ) -> Result<Pending, CommError> {
+        let transfer = turn.transfer(moved_bytes, |round, call| {
+            movement
+                .map(|movement| self.transfer.queue(round, call, &movement, stream))
+                .transpose()
+        })?;
+        Ok(Pending { transfer })
     }
 
     /// Checks that all memory is on this rank's GPU and used through one stream, so

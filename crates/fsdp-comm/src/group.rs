@@ -206,6 +206,12 @@ impl ProcessGroup {
         arguments: Result<(), CommError>,
     ) -> Result<Turn<'_>, CommError> {
         let mut progress = lock(&self.shared.progress);
+        if progress.failure.is_none()
+            && let Some(failure) = self.shared.backend.queued_failure()
+        {
+            blame::record(self.global_rank(), Err::<(), _>(failure.clone())).ok();
+            progress.failure = Some(failure);
+        }
         if let Some(failure) = &progress.failure {
             return Err(failure.clone());
         }
@@ -365,7 +371,7 @@ impl Turn<'_> {
     }
 
     /// Ends the current round. If it has failed in a way that ends the group, all ranks are told.
-    fn end_round(&mut self, outcome: Result<(), CommError>) -> Result<(), CommError> {
+    fn end_round<R>(&mut self, outcome: Result<R, CommError>) -> Result<R, CommError> {
         let round_number = self.progress.rounds - 1;
         blame::record(self.group.global_rank(), outcome).inspect_err(|error| {
             if error.ends_group() {
@@ -385,18 +391,25 @@ impl ProcessGroup {
 
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Moves GPU memory, after all ranks have agreed on the call. `moved_bytes` is the number of
-    /// bytes to and from other ranks.
-    pub(crate) fn transfer(
+    /// Queues a transfer of GPU memory, after all ranks have agreed on the call. `moved_bytes` is
+    /// the number of bytes to and from other ranks.
+    pub(crate) fn transfer<R>(
         &mut self,
         moved_bytes: (usize, usize),
-        transfer: impl FnOnce(&Round<'_>) -> Result<(), CommError>,
-    ) -> Result<(), CommError> {
+        queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
+    ) -> Result<R, CommError> {
         self.synchronize()?;
-        let (sent, received) = moved_bytes;
+        self.queue(moved_bytes, queue)
+    }
+
+    /// Queues a transfer of GPU memory in the current round.
+    fn queue<R>(
+        &mut self,
+        (sent, received): (usize, usize),
+        queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
+    ) -> Result<R, CommError> {
         lock(&self.group.shared.totals.traffic).record_payload(true, sent, received);
-        // The transfer belongs to the round in which the ranks have agreed on it.
-        let outcome = transfer(&self.current_round());
+        let outcome = queue(&self.current_round(), &self.call);
         self.end_round(outcome)
     }
 }

@@ -80,6 +80,12 @@ fn rank_process() {
         "gpu memory that does not fit" => return misfits(&group),
         "until a rank dies" => return until_a_rank_dies(&group),
         "until a rank dies in a split" => return until_a_rank_dies_in_a_split(&group),
+        "until a rank is lost in a gather" => return until_queued_fails(&group, Queued::Gather),
+        "until a rank is lost in a reduction" => {
+            return until_queued_fails(&group, Queued::Reduction);
+        }
+        "queued" => return queued(group),
+        "computation before" => return computation_before(&group),
         _ => {}
     }
     let mut chosen: Vec<Case> = cases()
@@ -138,6 +144,66 @@ fn collectives_copy_nothing_to_or_from_the_host() {
     if host_copies().is_some() {
         Ranks::start(ranks(), "copies are counted", &[]).assert_casualties(&[]);
     }
+}
+
+#[test]
+fn operations_return_before_they_are_done_and_streams_wait_for_them() {
+    // Collectives that take longer than the work around them, and the other way round.
+    for slow in [
+        ("CUDA_STAND_IN_LINK_US", "300000"),
+        ("CUDA_STAND_IN_DELAY_US", "20000"),
+    ] {
+        Ranks::start(ranks(), "queued", &[slow]).assert_casualties(&[]);
+    }
+}
+
+/// The stand-in can make the work before an operation take longer than the deadline.
+#[test]
+fn the_deadline_of_an_operation_begins_when_the_work_before_it_is_done() {
+    let delay = ("CUDA_STAND_IN_DELAY_US", "100000");
+    Ranks::start(ranks(), "computation before", &[delay]).assert_casualties(&[]);
+}
+
+/// Sends a signal to the last rank when all ranks have queued an operation, which the link of the
+/// stand-in holds up. The others' errors name it.
+fn lose_the_last_rank_of_a_queue(what: &str, signal: Signal) {
+    let world_size = ranks();
+    if world_size == 1 || host_waits().is_none() {
+        return;
+    }
+    let logs = tempfile::tempdir().unwrap();
+    let variables = [
+        ("CUDA_STAND_IN_LINK_US", "2000000"),
+        ("FSDP_TEST_LOG", logs.path().to_str().unwrap()),
+    ];
+    let mut ranks = Ranks::start(world_size, what, &variables);
+    ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == world_size);
+    ranks.signal(world_size - 1, signal);
+    let survivors: Vec<usize> = (0..world_size - 1).collect();
+    ranks.wait_for(
+        &survivors,
+        SHORT_DEADLINE + std::time::Duration::from_secs(7),
+    );
+}
+
+#[test]
+fn a_rank_that_dies_within_a_queued_gather_is_named() {
+    lose_the_last_rank_of_a_queue("until a rank is lost in a gather", Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_within_a_queued_gather_is_named() {
+    lose_the_last_rank_of_a_queue("until a rank is lost in a gather", Signal::STOP);
+}
+
+#[test]
+fn a_rank_that_dies_within_a_queued_reduction_is_named() {
+    lose_the_last_rank_of_a_queue("until a rank is lost in a reduction", Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_within_a_queued_reduction_is_named() {
+    lose_the_last_rank_of_a_queue("until a rank is lost in a reduction", Signal::STOP);
 }
 
 #[test]
@@ -207,7 +273,7 @@ fn until_a_rank_dies(group: &ProcessGroup) {
             .unwrap()
             .all_reduce(&mut buffer, ReduceOp::Max)
         {
-            Ok(()) => std::fs::write(std::env::var("FSDP_TEST_LOG").unwrap(), "going").unwrap(),
+            Ok(_) => std::fs::write(std::env::var("FSDP_TEST_LOG").unwrap(), "going").unwrap(),
             Err(error) => break error,
         }
     };
@@ -236,26 +302,164 @@ fn assert_names_the_last_rank(group: &ProcessGroup, error: CommError) {
     assert_eq!(group.barrier(), Err(error));
 }
 
+/// The operations that a rank is lost in.
+#[derive(Debug, Clone, Copy)]
+enum Queued {
+    Gather,
+    Reduction,
+}
+
+/// Queues two operations, which the last rank does not survive, and expects the error that names it
+/// in the first, wherever it is asked for.
+fn until_queued_fails(group: &ProcessGroup, kind: Queued) {
+    let (stream, device, ranks) = (stream(group), group.device().unwrap(), group.world_size());
+    let mut small = stream.clone_htod(&[1f32; 1000]).unwrap();
+    let mut large = stream.clone_htod(&vec![2f32; 1000 * ranks]).unwrap();
+    let mut queue = || {
+        let small = &mut small;
+        let large = &mut large;
+        match kind {
+            Queued::Gather => device.all_gather_into(
+                &mut DeviceSliceMut::new(large, &stream),
+                &DeviceSlice::new(small, &stream),
+            ),
+            Queued::Reduction => device.reduce_scatter(
+                &mut DeviceSliceMut::new(small, &stream),
+                &DeviceSlice::new(large, &stream),
+                ReduceOp::Avg,
+            ),
+        }
+    };
+    let pending = [queue().unwrap(), queue().unwrap()];
+    let log = std::env::var("FSDP_TEST_LOG").unwrap();
+    std::fs::write(format!("{log}/{}", group.rank()), "queued").unwrap();
+    let error = pending[0].wait().unwrap_err();
+    let victim = group.world_size() - 1;
+    let operation = match kind {
+        Queued::Gather => "all_gather",
+        Queued::Reduction => "reduce_scatter",
+    };
+    assert!(
+        matches!(
+            &error,
+            CommError::RankLeft { rank, operation: named, sequence: 0, .. }
+                if *rank == victim && named == operation
+        ),
+        "{error:?}"
+    );
+    assert_eq!(pending[0].is_done(), Err(error.clone()));
+    assert_eq!(pending[1].wait(), Err(error.clone()));
+    assert_eq!(queue().unwrap_err(), error);
+    assert_eq!(group.barrier(), Err(error));
+    // The memory is free for other things.
+    stream.memset_zeros(&mut small).unwrap();
+    assert_eq!(stream.clone_dtoh(&small).unwrap(), [0.0; 1000]);
+}
+
+/// Queues operations, and uses their results without waiting on the host.
+fn queued(group: ProcessGroup) {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let numel = 50_000;
+    let context = CudaContext::new(group.device().unwrap().ordinal()).unwrap();
+    let (stream, other_stream) = (context.default_stream(), context.new_stream().unwrap());
+    // Event by event: cudarc makes no stream wait for another by itself.
+    // SAFETY: the streams below wait for each other by events.
+    unsafe { context.disable_event_tracking() };
+    let device = group.device().unwrap();
+    let waits = host_waits();
+    let is_stand_in = waits.is_some();
+    let mut gathered = Vec::new();
+    for round in 0..3 {
+        let mut input = stream
+            .clone_htod(&vec![(rank + round) as f32; numel])
+            .unwrap();
+        // Some work before the operation.
+        for _ in 0..4 {
+            input = stream.clone_dtod(&input).unwrap();
+        }
+        // SAFETY: it is filled before it is read.
+        let mut output = unsafe { stream.alloc::<f32>(numel * ranks) }.unwrap();
+        let pending = device
+            .all_gather_into(
+                &mut DeviceSliceMut::new(&mut output, &stream),
+                &DeviceSlice::new(&input, &stream),
+            )
+            .unwrap();
+        assert!(!is_stand_in || !pending.is_done().unwrap());
+        // The memory of the input is used for something else as soon as it may be.
+        drop(input);
+        let reused = stream.clone_htod(&vec![f32::NAN; numel]).unwrap();
+        // Another stream sees the result behind the operation.
+        pending.delay(&other_stream).unwrap();
+        let copy = other_stream.clone_dtod(&output).unwrap();
+        gathered.push((output, copy, pending, reused));
+    }
+    assert_eq!(host_waits(), waits);
+    for (round, (output, copy, pending, _)) in gathered.into_iter().enumerate() {
+        let expected: Vec<f32> = (0..ranks)
+            .flat_map(|rank| vec![(rank + round) as f32; numel])
+            .collect();
+        assert!(other_stream.clone_dtoh(&copy).unwrap() == expected);
+        pending.wait().unwrap();
+        assert!(pending.is_done().unwrap());
+        assert!(stream.clone_dtoh(&output).unwrap() == expected);
+    }
+    // What is still queued when the group is dropped is done.
+    let mut last = stream.clone_htod(&vec![1f32; numel]).unwrap();
+    let pending = device
+        .all_reduce(&mut DeviceSliceMut::new(&mut last, &stream), ReduceOp::Sum)
+        .unwrap();
+    drop(group);
+    pending.wait().unwrap();
+    assert!(stream.clone_dtoh(&last).unwrap() == vec![ranks as f32; numel]);
+}
+
+fn computation_before(group: &ProcessGroup) {
+    let group = group.with_deadline(std::time::Duration::from_millis(500));
+    let stream = stream(&group);
+    let mut memory = stream.clone_htod(&[1f32; 10]).unwrap();
+    let pieces: Vec<_> = (0..15)
+        .map(|_| stream.clone_dtod(&memory).unwrap())
+        .collect();
+    let pending = group
+        .device()
+        .unwrap()
+        .all_reduce(
+            &mut DeviceSliceMut::new(&mut memory, &stream),
+            ReduceOp::Sum,
+        )
+        .unwrap();
+    drop(pieces);
+    pending.wait().unwrap();
+    group.with_deadline(DEADLINE).barrier().unwrap();
+}
+
 /// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a
 /// real driver.
 fn host_copies() -> Option<[u64; 2]> {
-    stand_in_counts("libcuda.so.1", b"cudaStandInHostCopies\0")
+    stand_in_counts("libcuda.so.1", "cudaStandInHostCopies")
+}
+
+/// Returns how often the host has waited for GPUs so far; `None` with a real driver.
+fn host_waits() -> Option<u64> {
+    stand_in_counts("libcuda.so.1", "cudaStandInHostWaits")
 }
 
 /// Returns the number of ids that this process has made for communicators, and the number of splits
 /// that it took part in; `None` with NVIDIA's library.
 fn origins_of_communicators() -> Option<[u64; 2]> {
-    stand_in_counts("libnccl.so.2", b"ncclStandInOrigins\0")
+    stand_in_counts("libnccl.so.2", "ncclStandInOrigins")
 }
 
-/// Calls a function by which a stand-in tells two numbers; `None` if the library has none.
-fn stand_in_counts(library: &str, function: &[u8]) -> Option<[u64; 2]> {
-    let mut counts = [0; 2];
-    // SAFETY: the library is loaded already, and the function writes two numbers.
+/// Calls a function by which a stand-in tells what it counts; `None` if the library has none.
+fn stand_in_counts<C: Default>(library: &str, function: &str) -> Option<C> {
+    let mut counts = C::default();
+    // SAFETY: the library is loaded already, and the function writes as many numbers as the type
+    // has.
     unsafe {
         let library = libloading::Library::new(library).unwrap();
         let count = library
-            .get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(function)
+            .get::<unsafe extern "C" fn(*mut C) -> u32>(function.as_bytes())
             .ok()?;
         assert_eq!(count(&mut counts), 0);
     }

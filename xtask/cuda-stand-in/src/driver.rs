@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::handles::{Handle, Handles, lock};
 use crate::machine::code::{self, Code};
-use crate::machine::{self, STREAMS, count_copy, current, devices, elements, push, say, stream};
+use crate::machine::{
+    self, STREAMS, count_copy, current, devices, elements, push, push_marker, say, stream,
+};
 use crate::memory::{Address, device_of};
 use crate::queue::{Marker, Work};
 
@@ -134,6 +136,7 @@ extern "C" fn cuCtxDestroy_v2(_context: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxSynchronize() -> Code {
+    machine::count_host_wait();
     answer(current().and_then(|device| {
         device.synchronize();
         device.check()
@@ -190,6 +193,7 @@ extern "C" fn cuMemFreeAsync(address: Address, on: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: Address) -> Code {
+    machine::count_host_wait();
     answer(current().and_then(|device| {
         device.synchronize();
         device.memory.free(address).map_err(explain)
@@ -310,6 +314,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         )?;
         // Only copies to pinned memory go on after the call.
         if !is_pinned {
+            machine::count_host_wait();
             copied.wait();
             return stream(on).and_then(|(device, _)| device.check());
         }
@@ -374,8 +379,9 @@ extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamSynchronize(handle: Handle) -> Code {
-    // Through a piece of work, because the default stream has to wait for others.
-    answer(push(handle, Box::new(|| Ok(()))).and_then(|marker| {
+    machine::count_host_wait();
+    // Through a point in it, because the default stream has to wait for others.
+    answer(push_marker(handle).and_then(|marker| {
         marker.wait();
         stream(handle).and_then(|(device, _)| device.check())
     }))
@@ -413,7 +419,7 @@ extern "C" fn cuEventDestroy_v2(handle: Handle) -> Code {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventRecord(handle: Handle, on: Handle) -> Code {
     answer(event(handle).and_then(|event| {
-        *lock(&event) = push(on, Box::new(|| Ok(())))?;
+        *lock(&event) = push_marker(on)?;
         Ok(())
     }))
 }
@@ -431,6 +437,7 @@ extern "C" fn cuEventQuery(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuEventSynchronize(handle: Handle) -> Code {
+    machine::count_host_wait();
     answer(event(handle).and_then(|event| {
         let marker = lock(&event).clone();
         marker.wait();
@@ -443,7 +450,7 @@ extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> C
     answer(event(of).and_then(|event| {
         let marker = lock(&event).clone();
         let (_, queue) = stream(handle)?;
-        queue.wait_for(marker);
+        queue.wait_and_count(marker);
         Ok(())
     }))
 }
@@ -454,4 +461,22 @@ extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> C
 unsafe extern "C" fn cudaStandInHostCopies(counts: *mut [u64; 2]) -> Code {
     // SAFETY: the caller's pointer.
     answer(unsafe { give(counts, machine::copies()) })
+}
+
+/// Tells how often the host has waited for a GPU: for a stream, an event, a whole GPU, or a copy to
+/// memory that is not pinned. CUDA has no such function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cudaStandInHostWaits(count: *mut u64) -> Code {
+    // SAFETY: the caller's pointer.
+    answer(unsafe { give(count, machine::host_waits()) })
+}
+
+/// Tells how often a stream was told to wait for an event, and how often the event had not been
+/// reached when the stream came to it. CUDA has no such function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cudaStandInStreamWaits(handle: Handle, counts: *mut [u64; 2]) -> Code {
+    answer(stream(handle).and_then(|(_, queue)| {
+        // SAFETY: the caller's pointer.
+        unsafe { give(counts, queue.waits()) }
+    }))
 }

@@ -8,10 +8,14 @@
 //!
 //! - An address in GPU memory is no address of the host, so host code that follows one is ended by
 //!   the system.
-//! - Memory is filled with ones before it is used: as floating-point numbers these are not numbers.
+//! - Memory is filled with ones before it is used and when it is freed: as floating-point numbers
+//!   these are not numbers.
 //! - Every access is checked against the allocation that it belongs to.
 //! - Every stream has a thread, so work that does not wait for other work overtakes it.
 //! - A kernel runs only if candle has one of that name.
+//!
+//! It counts copies and waits of the host, and waits of streams: see the functions whose names
+//! begin with `cudaStandIn`.
 //!
 //! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are
 //! environment variables:
@@ -21,6 +25,8 @@
 //! | `CUDA_STAND_IN_DEVICES` | The number of GPUs; 1 if it is not set |
 //! | `CUDA_STAND_IN_MEMORY` | The bytes of each GPU's memory; 1 GiB if it is not set |
 //! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each piece of work; 0 if it is not set |
+//! | `CUDA_STAND_IN_LINK_US` | The microseconds that a call of NCCL's takes; 0 if it is not set |
+//! | `CUDA_STAND_IN_LINK_BYTES_PER_SECOND` | How fast calls of NCCL's move bytes between ranks; as fast as they can if it is not set |
 //! | `CUDA_STAND_IN_DIRECTORY` | The directory through which ranks exchange messages of NCCL; else the system's for temporary files |
 
 mod blas;

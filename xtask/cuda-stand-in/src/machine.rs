@@ -132,6 +132,12 @@ impl Device {
 
     /// Adds work to a stream, in its order with the default stream.
     pub(crate) fn push(&self, queue: &Arc<Queue>, work: Work) -> Marker {
+        self.order_with_default(queue);
+        queue.push(work)
+    }
+
+    /// Makes a stream wait for the default stream, and the default stream for others.
+    fn order_with_default(&self, queue: &Arc<Queue>) {
         let default = lock(&self.default).clone();
         match default {
             // The default stream waits for all streams that block, and they wait for it.
@@ -145,7 +151,6 @@ impl Device {
             Some(default) if queue.is_blocking => queue.wait_for(default.last()),
             _ => {}
         }
-        queue.push(work)
     }
 
     /// Returns memory, and waits for memory that is about to be freed if there is no other.
@@ -164,7 +169,7 @@ impl Device {
 }
 
 /// Returns the value of a variable that is a number.
-fn number(variable: &str) -> Option<u64> {
+pub(crate) fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()
 }
 
@@ -271,6 +276,13 @@ pub(crate) fn push(handle: Handle, work: Work) -> Result<Marker, Code> {
     Ok(device.push(&queue, work))
 }
 
+/// Adds a point to a stream, at which nothing is computed.
+pub(crate) fn push_marker(handle: Handle) -> Result<Marker, Code> {
+    let (device, queue) = stream(handle)?;
+    device.order_with_default(&queue);
+    Ok(queue.push_marker())
+}
+
 /// The pinned parts of the host's memory: their addresses and lengths.
 static PINNED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
@@ -306,6 +318,19 @@ pub(crate) fn copies() -> [u64; 2] {
         COPIES[0].load(Ordering::Relaxed),
         COPIES[1].load(Ordering::Relaxed),
     ]
+}
+
+/// The number of times that the host has waited for a GPU.
+static HOST_WAITS: AtomicU64 = AtomicU64::new(0);
+
+/// Counts a wait of the host for a GPU.
+pub(crate) fn count_host_wait() {
+    HOST_WAITS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Returns the number of times that the host has waited for a GPU so far.
+pub(crate) fn host_waits() -> u64 {
+    HOST_WAITS.load(Ordering::Relaxed)
 }
 
 /// Writes a line to stderr: there is nobody else to tell what a code does not.

@@ -21,7 +21,7 @@ const MARK: u64 = 1 << 62;
 const OFFSET_BITS: u32 = 44;
 /// The alignment of every allocation.
 const ALIGNMENT: u64 = 256;
-/// The byte that fresh memory is filled with.
+/// The byte that memory is filled with before it is used, and after that.
 const POISON: u8 = 0xff;
 
 /// Returns the number of the GPU that an address belongs to; `None` for addresses of the host.
@@ -87,13 +87,18 @@ impl Memory {
         }
         blocks.used.insert(offset, bytes);
         drop(blocks);
-        // SAFETY: these bytes are within the map, and nobody else has been given them.
+        self.poison(offset, bytes);
+        Some(self.start + offset)
+    }
+
+    /// Fills an allocation that nobody may use now.
+    fn poison(&self, offset: u64, bytes: u64) {
+        // SAFETY: these bytes are within the map.
         unsafe {
             self.base
                 .add(offset as usize)
                 .write_bytes(POISON, bytes as usize)
         };
-        Some(self.start + offset)
     }
 
     /// Returns `true` for the address of an allocation.
@@ -112,6 +117,8 @@ impl Memory {
             .remove(&offset)
             .ok_or_else(|| format!("{address:#x} is freed, and was not allocated"))?;
         let mut len = bytes.next_multiple_of(ALIGNMENT);
+        // Whoever still uses it finds no values there.
+        self.poison(offset, bytes);
         // Join it with the free parts on both sides.
         if let Some(after) = blocks.free.remove(&(offset + len)) {
             len += after;

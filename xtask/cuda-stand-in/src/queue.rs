@@ -1,6 +1,7 @@
 //! Streams: queues of work, each with a thread that does it in order.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
@@ -42,12 +43,24 @@ impl Marker {
     }
 }
 
+/// How often a queue has waited for points in others.
+#[derive(Debug, Default)]
+struct Waits {
+    /// The waits that were asked for.
+    asked: AtomicU64,
+    /// The waits whose point had not been reached when the queue came to them.
+    held_up: AtomicU64,
+}
+
 /// A queue and the thread that empties it. The thread ends after the work that is queued when this
 /// is dropped.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    work: Mutex<Sender<(Work, Marker)>>,
+    work: Mutex<Sender<(Work, Marker, Duration)>>,
     last: Mutex<Marker>,
+    /// The time between two pieces of work.
+    delay: Duration,
+    waits: Arc<Waits>,
     /// `true` if work of the default stream and of this one waits for each other.
     pub(crate) is_blocking: bool,
 }
@@ -62,20 +75,32 @@ impl Queue {
         let (work, taken) = mpsc::channel();
         thread::Builder::new()
             .name("stream".to_owned())
-            .spawn(move || run(&taken, delay, report))?;
+            .spawn(move || run(&taken, report))?;
         Ok(Queue {
             work: Mutex::new(work),
             last: Mutex::new(Marker::reached()),
+            delay,
+            waits: Arc::default(),
             is_blocking,
         })
     }
 
     /// Adds work. Returns the point behind it.
     pub(crate) fn push(&self, work: Work) -> Marker {
+        self.push_after(work, self.delay)
+    }
+
+    /// Adds a point, at which nothing is computed.
+    pub(crate) fn push_marker(&self) -> Marker {
+        self.push_after(Box::new(|| Ok(())), Duration::ZERO)
+    }
+
+    /// Adds work before which the queue does nothing for a while.
+    fn push_after(&self, work: Work, delay: Duration) -> Marker {
         let marker = Marker::default();
         // Both under one lock, so that the last marker is the last one in the queue.
         let mut last = lock(&self.last);
-        match lock(&self.work).send((work, marker.clone())) {
+        match lock(&self.work).send((work, marker.clone(), delay)) {
             Ok(()) => *last = marker.clone(),
             Err(_) => marker.reach(),
         }
@@ -85,11 +110,35 @@ impl Queue {
     /// Makes later work of this queue wait for a point in another.
     pub(crate) fn wait_for(&self, marker: Marker) {
         if !marker.is_reached() {
-            self.push(Box::new(move || {
+            let wait = Box::new(move || {
                 marker.wait();
                 Ok(())
-            }));
+            });
+            self.push_after(wait, Duration::ZERO);
         }
+    }
+
+    /// Makes later work of this queue wait for a point in another, and counts that.
+    pub(crate) fn wait_and_count(&self, marker: Marker) {
+        self.waits.asked.fetch_add(1, Ordering::Relaxed);
+        if marker.is_reached() {
+            return;
+        }
+        let waits = Arc::clone(&self.waits);
+        let wait = Box::new(move || {
+            if !marker.is_reached() {
+                waits.held_up.fetch_add(1, Ordering::Relaxed);
+                marker.wait();
+            }
+            Ok(())
+        });
+        self.push_after(wait, Duration::ZERO);
+    }
+
+    /// Returns how often this queue was asked to wait for a point in another, and how often that
+    /// point had not been reached when the queue came to it.
+    pub(crate) fn waits(&self) -> [u64; 2] {
+        [&self.waits.asked, &self.waits.held_up].map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Returns the point behind all work so far.
@@ -98,8 +147,8 @@ impl Queue {
     }
 }
 
-fn run(work: &Receiver<(Work, Marker)>, delay: Duration, report: impl Fn(String)) {
-    for (work, marker) in work {
+fn run(work: &Receiver<(Work, Marker, Duration)>, report: impl Fn(String)) {
+    for (work, marker, delay) in work {
         if !delay.is_zero() {
             thread::sleep(delay);
         }
@@ -150,8 +199,11 @@ mod tests {
         let first = quick.push(work("quick"));
         first.wait();
         assert!(!slow.last().is_reached());
-        quick.wait_for(slow.last());
+        assert_eq!(quick.waits(), [0, 0]);
+        quick.wait_and_count(slow.last());
         quick.push(work("after")).wait();
+        quick.wait_and_count(slow.last());
+        assert_eq!(quick.waits(), [2, 1]);
         assert_eq!(
             order.try_iter().collect::<Vec<_>>(),
             ["quick", "slow", "after"]

@@ -297,15 +297,14 @@ fn to_c_int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
 
-/// One rank of a communicator. One thread at a time uses it.
+/// One rank of a communicator.
 #[derive(Debug)]
 pub(super) struct NcclCommunicator {
     functions: &'static Functions,
     raw: Raw,
 }
 
-// SAFETY: NCCL binds a communicator to a GPU and not to a thread. It only asks that no two threads
-// use one at the same time, and this type is not `Sync`.
+// SAFETY: NCCL lets any thread call a communicator, as long as only one does so at a time.
 unsafe impl Send for NcclCommunicator {}
 
 /// The place of a rank in the communicators that a split makes.
@@ -396,9 +395,9 @@ impl NcclCommunicator {
         let functions = self.functions;
         let raw = self.raw;
         let stream: Stream = stream.cu_stream().cast();
-        // SAFETY: the caller has lent the memory at these addresses, which is as long as the counts
-        // say on every rank, until it has seen an event of the stream behind this call, or has
-        // aborted the communicator.
+        // SAFETY: the memory at these addresses is as long as the counts say on every rank, and it
+        // is freed and used for other things only behind an event of the stream after this call, or
+        // after the communicator has been aborted.
         let code = unsafe {
             match *call {
                 Movement::Collective {

@@ -5,9 +5,11 @@
 //! before they make a call of NCCL's. Only the collectives of
 //! [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
+mod communicator;
 #[expect(unsafe_code, reason = "calls of a C library")]
 pub(crate) mod library;
-mod owner;
+mod watch;
+mod watcher;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,14 +18,16 @@ use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use self::library::{SplitPlace, UniqueId};
-use self::owner::{Origin, OwnerThread};
-use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, Round};
+use self::watch::Watch;
+use self::watcher::{Origin, WatchedCommunicator};
+use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
+use crate::record::Call;
 use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
@@ -105,7 +109,7 @@ fn unavailable_error(message: String) -> CommError {
 struct NcclBackend {
     // This field is dropped first, so that this rank leaves NCCL before it tells the others that it
     // leaves the group.
-    owner: OwnerThread,
+    communicator: WatchedCommunicator,
     control: Arc<TcpBackend>,
     ordinal: usize,
 }
@@ -128,12 +132,21 @@ impl NcclBackend {
             .try_into()
             .map_err(|_| id_exchange_error(round, "an id of another length".to_owned()))?;
         let id = UniqueId(id);
-        let owner = OwnerThread::start(&control, ordinal, Origin::Id(id), round)?;
+        let origin = Origin::Id(id);
+        let communicator = WatchedCommunicator::start(&control, ordinal, origin, round)?;
         Ok(NcclBackend {
-            owner,
+            communicator,
             control,
             ordinal,
         })
+    }
+
+    /// Returns the conditions under which waits of this round end.
+    fn watch<'w>(&'w self, round: &Round<'w>) -> Watch<'w> {
+        Watch {
+            control: &self.control,
+            round: *round,
+        }
     }
 }
 
@@ -142,13 +155,15 @@ impl DeviceTransfer for NcclBackend {
         self.ordinal
     }
 
-    fn transfer(
+    fn queue(
         &self,
         round: &Round<'_>,
-        call: Movement,
+        call: &Call,
+        movement: &Movement,
         stream: &CudaStream,
-    ) -> Result<(), CommError> {
-        self.owner.run(&self.control, call, stream, round)
+    ) -> Result<Arc<dyn QueuedTransfer>, CommError> {
+        self.communicator
+            .queue(call, movement, stream, &self.watch(round))
     }
 }
 
@@ -181,25 +196,29 @@ impl Backend for NcclBackend {
             color: color.expect("the ranks of a subgroup are ranks of the group"),
             key: members.rank,
         };
-        let communicator = self
-            .owner
-            .split(&self.control, Some(place), round)?
+        let split = self
+            .communicator
+            .split(Some(place), &self.watch(round))?
             .expect("a rank with a color gets a communicator");
         let control = Arc::new(self.control.create_subgroup(round, members)?);
-        let origin = Origin::Split(communicator);
+        let origin = Origin::Split(split);
         Ok(Arc::new(NcclBackend {
-            owner: OwnerThread::start(&control, self.ordinal, origin, round)?,
+            communicator: WatchedCommunicator::start(&control, self.ordinal, origin, round)?,
             control,
             ordinal: self.ordinal,
         }))
     }
 
     fn without_subgroup(&self, round: &Round<'_>) -> Result<(), CommError> {
-        self.owner.split(&self.control, None, round).map(drop)
+        self.communicator.split(None, &self.watch(round)).map(drop)
     }
 
     fn abort(&self, round: u64, error: &CommError) {
         self.control.abort(round, error);
+    }
+
+    fn queued_failure(&self) -> Option<CommError> {
+        self.communicator.failure()
     }
 
     fn device(&self) -> Option<&dyn DeviceTransfer> {

@@ -128,13 +128,13 @@ mod nccl {
             whole: &Tensor,
             shard: &Tensor,
         ) -> Result<()> {
-            with_device_slice::<T, _>(shard, |input, input_stream| {
+            let pending = with_device_slice::<T, _>(shard, |input, input_stream| {
                 with_device_slice_mut::<T, _>(whole, |output, output_stream| {
                     let mut output = DeviceSliceMut::new(output, output_stream);
                     group.all_gather_into(&mut output, &DeviceSlice::new(input, input_stream))
                 })
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
-            Ok(())
+            Ok(pending.wait()?)
         }
         let Some(device_group) = device_group(group, shard) else {
             return Ok(None);
@@ -161,7 +161,7 @@ mod nccl {
             reduced: &Tensor,
             whole: &Tensor,
         ) -> Result<()> {
-            with_device_slice::<T, _>(whole, |input, input_stream| {
+            let pending = with_device_slice::<T, _>(whole, |input, input_stream| {
                 with_device_slice_mut::<T, _>(reduced, |output, output_stream| {
                     let mut output = DeviceSliceMut::new(output, output_stream);
                     group.reduce_scatter(
@@ -171,7 +171,7 @@ mod nccl {
                     )
                 })
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
-            Ok(())
+            Ok(pending.wait()?)
         }
         let Some(device_group) = device_group(group, whole) else {
             return Ok(false);
@@ -187,10 +187,10 @@ mod nccl {
             group: DeviceGroup<'_>,
             buffer: &Tensor,
         ) -> Result<()> {
-            with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
+            let pending = with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
                 group.all_reduce(&mut DeviceSliceMut::new(buffer, stream), ReduceOp::Avg)
             })??; // Errors of the borrow, and of the collective.
-            Ok(())
+            Ok(pending.wait()?)
         }
         let Some(device_group) = device_group(group, buffer) else {
             return Ok(false);

@@ -100,6 +100,22 @@ fn write(address: Address, bytes: &[u8]) -> Result<(), String> {
 }
 
 impl Call {
+    /// Returns the bytes that a rank receives from others, of `ranks` in all.
+    pub(super) fn moved_bytes(&self, ranks: usize) -> usize {
+        let others = ranks - 1;
+        let (dtype, elements) = match *self {
+            Call::AllGather { dtype, count, .. } | Call::ReduceScatter { dtype, count, .. } => {
+                (dtype, count * others)
+            }
+            // In a ring.
+            Call::AllReduce { dtype, count, .. } => (dtype, 2 * count * others / ranks),
+            Call::Broadcast { dtype, count, .. } => (dtype, count * others.min(1)),
+            Call::Receive { dtype, count, .. } => (dtype, count),
+            Call::Send { dtype, .. } => (dtype, 0),
+        };
+        elements * size(dtype).unwrap_or(0)
+    }
+
     /// Returns the header of the call's messages, and the bytes of an element.
     fn header(&self) -> Result<(Vec<u8>, usize), String> {
         let (name, dtype, count) = match *self {

@@ -14,9 +14,9 @@ mod messages;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use self::calls::Call;
 use self::messages::{Aborted, Messages};
@@ -42,6 +42,24 @@ const LAUNCH: Duration = Duration::from_micros(200);
 /// The color of a rank that is in none of the communicators that a split makes.
 const NO_COLOR: c_int = -1;
 
+/// The longest sleep within a call, which may be aborted.
+const LONGEST_NAP: Duration = Duration::from_millis(5);
+
+/// Returns the time that a call takes which moves so many bytes between ranks.
+fn link_time(bytes: usize) -> Duration {
+    static LINK: OnceLock<(Duration, Option<u64>)> = OnceLock::new();
+    let (latency, bytes_per_second) = *LINK.get_or_init(|| {
+        (
+            Duration::from_micros(machine::number("CUDA_STAND_IN_LINK_US").unwrap_or(0)),
+            machine::number("CUDA_STAND_IN_LINK_BYTES_PER_SECOND"),
+        )
+    });
+    latency
+        + bytes_per_second.map_or(Duration::ZERO, |speed| {
+            Duration::from_secs_f64(bytes as f64 / speed.max(1) as f64)
+        })
+}
+
 /// A rank of a communicator.
 struct Communicator {
     /// The name that all its ranks know.
@@ -56,6 +74,8 @@ struct Communicator {
     error: Mutex<Option<String>>,
     /// `None` until all ranks have joined.
     messages: Mutex<Option<Messages>>,
+    /// Held while calls are on their way to their stream.
+    launching: Mutex<()>,
 }
 
 impl Communicator {
@@ -75,6 +95,7 @@ impl Communicator {
             is_aborted: AtomicBool::new(false),
             error: Mutex::new(None),
             messages: Mutex::new(None),
+            launching: Mutex::new(()),
         }
     }
 
@@ -150,12 +171,29 @@ impl Communicator {
         }
     }
 
+    /// Takes the time that a call takes which moves so many bytes, unless it is aborted.
+    fn take_time(&self, bytes: usize) {
+        let end = Instant::now() + link_time(bytes);
+        while !self.is_aborted() {
+            let remaining = end.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return;
+            }
+            thread::sleep(remaining.min(LONGEST_NAP));
+        }
+    }
+
     /// Carries out calls on a stream's thread.
     fn run(&self, calls: &[Call]) -> Result<(), String> {
         let mut messages = lock(&self.messages);
         let Some(messages) = messages.as_mut() else {
             return Ok(());
         };
+        let bytes = calls.iter().map(|call| call.moved_bytes(self.ranks)).sum();
+        self.take_time(bytes);
+        if self.is_aborted() {
+            return Ok(());
+        }
         match calls::carry_out(calls, messages, &|| self.is_aborted()) {
             Ok(Ok(()) | Err(Aborted)) => {}
             Err(error) => self.fail(INVALID_USAGE, error),
@@ -186,6 +224,10 @@ impl Launch {
         in_background("launch", move || {
             thread::sleep(LAUNCH);
             let communicator = Arc::clone(&self.communicator);
+            let launching = lock(&self.communicator.launching);
+            if communicator.is_aborted() {
+                return;
+            }
             let calls = self.calls;
             self.device
                 .push(&self.stream, Box::new(move || communicator.run(&calls)));
@@ -193,6 +235,7 @@ impl Launch {
                 .state
                 .compare_exchange(IN_PROGRESS, SUCCESS, Ordering::AcqRel, Ordering::Acquire)
                 .ok();
+            drop(launching);
         })
     }
 }
@@ -445,6 +488,8 @@ extern "C" fn ncclCommAbort(handle: Handle) -> Code {
         return INVALID_ARGUMENT;
     };
     communicator.is_aborted.store(true, Ordering::Release);
+    // Once this has returned, no call reaches its stream any more.
+    drop(lock(&communicator.launching));
     SUCCESS
 }
 
