@@ -1,16 +1,17 @@
 //! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on
 //! a stand-in for them; with `--check`, the checks of GPU code that need neither a GPU nor a CUDA
-//! toolkit; with `--build`, the tests for another machine.
+//! toolkit; with `--build`, everything for another machine.
+
+mod bundle;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use clap::Args;
-use serde::Deserialize;
 
-use crate::shell::{STAND_IN, cargo, output, program, say};
+use crate::shell::{STAND_IN, cargo, say};
 
 /// Options of `cargo xtask gpu`.
 #[derive(Args)]
@@ -22,8 +23,8 @@ pub(crate) struct GpuArguments {
     /// toolkit
     #[arg(long, conflicts_with = "check")]
     stand_in: bool,
-    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a
-    /// machine with a GPU. This needs a CUDA toolkit
+    /// Build the tests and `fsdp`, and put the stripped programs and `bench.sh` into DIR and into
+    /// DIR.tar.xz, to be copied to a machine with a GPU. This needs a CUDA toolkit
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
     build: Option<PathBuf>,
 }
@@ -36,7 +37,7 @@ pub(crate) fn run(root: &Path, arguments: &GpuArguments) -> Result<()> {
         GpuArguments {
             build: Some(directory),
             ..
-        } => build(root, directory),
+        } => bundle::build(root, directory),
         _ => test(root),
     }
 }
@@ -264,74 +265,6 @@ fn stand_in(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a
-/// directory. There each test program runs on its own: `fsdp-comm-nccl --test-threads=1`.
-fn build(root: &Path, directory: &Path) -> Result<()> {
-    // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes
-    // the other.
-    let mut command = Command::new(program());
-    command
-        .current_dir(root)
-        .args(["test", "--no-run", "--features", FEATURES, "--locked"])
-        .args(["--message-format", "json-render-diagnostics"])
-        .args(PACKAGES)
-        .args(TESTS)
-        .arg("--target-dir")
-        .arg(root.join("target/gpu"))
-        .env("CARGO_PROFILE_DEV_STRIP", "symbols")
-        .stderr(Stdio::inherit());
-    say(&format!("xtask: {command:?}"));
-    let programs = programs(&output(&mut command)?);
-    ensure!(!programs.is_empty(), "cargo has named no program");
-    std::fs::create_dir_all(directory)
-        .with_context(|| format!("failed to make `{}`", directory.display()))?;
-    for (name, program) in programs {
-        let to = directory.join(name);
-        std::fs::copy(&program, &to).with_context(|| format!("failed to copy `{program}`"))?;
-        say(&format!("xtask: gpu: {}", to.display()));
-    }
-    Ok(())
-}
-
-/// A message of cargo about a program that it has built; other messages lack some of the fields.
-#[derive(Deserialize)]
-struct BuiltProgram {
-    executable: String,
-    manifest_path: PathBuf,
-    target: BuiltTarget,
-    profile: BuiltProfile,
-}
-
-#[derive(Deserialize)]
-struct BuiltTarget {
-    name: String,
-}
-
-#[derive(Deserialize)]
-struct BuiltProfile {
-    test: bool,
-}
-
-/// Returns the programs that cargo's messages name, each with a name of its own: its package's and
-/// its target's.
-fn programs(messages: &str) -> Vec<(String, String)> {
-    let mut programs = Vec::new();
-    for line in messages.lines() {
-        let Ok(built) = serde_json::from_str::<BuiltProgram>(line) else {
-            continue;
-        };
-        // Several packages have tests of one name.
-        let mut name = built.target.name;
-        if built.profile.test
-            && let Some(package) = built.manifest_path.iter().rev().nth(1)
-        {
-            name = format!("{}-{name}", package.display());
-        }
-        programs.push((name, built.executable));
-    }
-    programs
-}
-
 /// Returns variables as [`cargo`] takes them.
 fn borrowed<'v>(variables: &'v [(&'static str, String)]) -> Vec<(&'static str, &'v str)> {
     variables
@@ -370,25 +303,5 @@ mod tests {
         let list = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n";
         assert_eq!(count(list), Found::Gpus(2));
         assert!(matches!(count("No devices found.\n"), Found::Nothing(_)));
-    }
-
-    #[test]
-    fn programs_get_names_that_differ() {
-        let message = |package: &str, target: &str, test: bool| {
-            format!(
-                r#"{{"manifest_path":"p/{package}/Cargo.toml","target":{{"name":"{target}"}},"profile":{{"test":{test}}},"executable":"x/{target}"}}"#
-            )
-        };
-        let lines = [
-            message("a", "gpu", true),
-            message("b", "gpu", true),
-            message("c", "fsdp", false),
-            "{}".to_owned(),
-        ];
-        let found: Vec<String> = programs(&lines.join("\n"))
-            .into_iter()
-            .map(|(name, _)| name)
-            .collect();
-        assert_eq!(found, ["a-gpu", "b-gpu", "fsdp"]);
     }
 }

@@ -6,21 +6,13 @@ use assert_cmd::Command;
 
 pub(crate) const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
 
-/// Returns the command's path: where cargo has put it, or beside this program, which may have been
-/// copied to another machine.
+/// Returns the command's path: beside this program, which may have been copied to another machine,
+/// or else where cargo has put it.
 pub(crate) fn program() -> PathBuf {
-    let beside = || {
-        std::env::current_exe()
-            .ok()?
-            .parent()
-            .map(|directory| directory.join("fsdp"))
-    };
-    let built = PathBuf::from(FSDP);
-    if built.exists() {
-        built
-    } else {
-        beside().unwrap_or(built)
-    }
+    let own = std::env::current_exe().ok();
+    own.and_then(|own| Some(own.parent()?.join("fsdp")))
+        .filter(|beside| beside.is_file())
+        .unwrap_or_else(|| PathBuf::from(FSDP))
 }
 
 /// Without the variables of whoever runs the tests.
