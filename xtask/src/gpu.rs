@@ -37,7 +37,10 @@ pub(crate) fn run(root: &Path, arguments: &GpuArguments) -> Result<()> {
         GpuArguments {
             build: Some(directory),
             ..
-        } => bundle::build(root, directory),
+        } => {
+            let tests = [&["--features", FEATURES][..], &PACKAGES, &TESTS].concat();
+            bundle::build(root, directory, &tests)
+        }
         _ => test(root),
     }
 }

@@ -63,6 +63,16 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// Creates the group of the ranks that remain when others are left out, which may be lost. Only
+    /// `members` call it, and this group may have failed. They may exchange messages until the
+    /// deadline of the round, which is not one of this group.
+    ///
+    /// # Errors
+    /// The backend cannot do without a lost rank, or one of the members is missing.
+    fn shrink(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        self.subgroup(round, members)
+    }
+
     /// Tells all ranks that this group has failed in this round, unless it has failed already.
     /// Ranks that are still in an earlier round may finish that round, because this rank has done
     /// its part of it.

@@ -1,6 +1,7 @@
 //! The process group itself: operations take turns, all ranks compare what they call, and errors
 //! that end the group stay.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -53,6 +54,8 @@ struct Progress {
     rounds: u64,
     /// The error that ended the group, if one has.
     failure: Option<CommError>,
+    /// The numbers of the groups to which this one was shrunk.
+    shrunk: HashSet<u64>,
 }
 
 /// The numbers of a rank that all its groups share.
@@ -190,6 +193,52 @@ impl ProcessGroup {
         self.shared.backend.abort(0, &error);
     }
 
+    /// Creates the group of the `members` that remain of this one, which may have failed, with the
+    /// same deadline, and waits until all of them have.
+    ///
+    /// # Errors
+    /// This rank has called it for the same members before; one of them is missing.
+    pub(crate) fn create_shrunk(&self, members: Members) -> Result<ProcessGroup, CommError> {
+        const OPERATION: &str = "shrink";
+        // Frames of the earlier attempt may still be under way, and have the same number.
+        if !lock(&self.shared.progress).shrunk.insert(members.id) {
+            return Err(CommError::invalid_argument(
+                OPERATION,
+                "the group was shrunk to these ranks before: use that group, or leave out also the \
+                 rank that its error names"
+                    .to_owned(),
+            ));
+        }
+        let timeout = self.timeout.min(MAX_TIMEOUT);
+        let round = Round {
+            operation: OPERATION,
+            ..Round::rendezvous(timeout, deadline_after(timeout))
+        };
+        let created = self.shared.backend.shrink(&round, members);
+        let group = self.with_backend(blame::record(self.global_rank(), created)?);
+        group.barrier()?;
+        Ok(group)
+    }
+
+    /// Returns a group on another backend of the same rank, with the same deadline.
+    fn with_backend(&self, backend: Arc<dyn Backend>) -> ProcessGroup {
+        ProcessGroup {
+            shared: Arc::new(SharedGroup {
+                backend,
+                progress: Mutex::default(),
+                totals: Arc::clone(&self.shared.totals),
+            }),
+            timeout: self.timeout,
+            label: None,
+            ranks_on_host: self.ranks_on_host,
+        }
+    }
+
+    /// Returns the number of the group, which no other group of the job has.
+    pub(crate) fn number(&self) -> u64 {
+        self.shared.backend.members().id
+    }
+
     /// Returns this rank's number in the group of all ranks.
     fn global_rank(&self) -> usize {
         self.global_ranks()[self.rank()]
@@ -264,33 +313,16 @@ impl Turn<'_> {
 
     /// Creates a group of some ranks of this one, with the same deadline.
     pub(crate) fn create_subgroup(&self, members: Members) -> Result<ProcessGroup, CommError> {
-        let ProcessGroup {
-            shared,
-            timeout,
-            ranks_on_host,
-            ..
-        } = self.group;
-        let created = shared.backend.subgroup(&self.current_round(), members);
+        let backend = &self.group.shared.backend;
+        let created = backend.subgroup(&self.current_round(), members);
         let backend = blame::record(self.group.global_rank(), created)?;
-        Ok(ProcessGroup {
-            shared: Arc::new(SharedGroup {
-                backend,
-                progress: Mutex::default(),
-                totals: Arc::clone(&shared.totals),
-            }),
-            timeout: *timeout,
-            label: None,
-            ranks_on_host: *ranks_on_host,
-        })
+        Ok(self.group.with_backend(backend))
     }
 
     /// Does this rank's part in the creation of a group that it is not in.
     pub(crate) fn stay_outside(&self) -> Result<(), CommError> {
-        let outcome = self
-            .group
-            .shared
-            .backend
-            .without_subgroup(&self.current_round());
+        let backend = &self.group.shared.backend;
+        let outcome = backend.without_subgroup(&self.current_round());
         blame::record(self.group.global_rank(), outcome)
     }
 

@@ -1,6 +1,7 @@
 //! Groups of some ranks of a group.
 
 use fsdp_layout::DeviceMesh;
+use sha2::{Digest as _, Sha256};
 
 use crate::backend::Members;
 use crate::collectives::check;
@@ -71,6 +72,78 @@ impl ProcessGroup {
         let group = turn.create_group(&mesh_ranks)?;
         Ok(group.expect("the ranks along a dimension include the rank itself"))
     }
+}
+
+impl ProcessGroup {
+    /// Creates the group of the ranks that remain without the `excluded` ones, which may be lost:
+    /// torch's `shrink_group`. The ranks that remain call it with the same `excluded` ranks, and keep
+    /// their order; the excluded ones do not call it. It may be called after this group has failed:
+    /// the error of a lost rank names it, by its number in the group of all ranks.
+    ///
+    /// ```
+    /// use fsdp_comm::{CommError, run_local};
+    /// let outcomes = run_local(3, |group| {
+    ///     if group.rank() == 1 {
+    ///         return Ok(()); // It leaves.
+    ///     }
+    ///     match group.barrier() {
+    ///         Err(CommError::RankLeft { rank, .. }) => group.shrink(&[rank])?.barrier(),
+    ///         other => other,
+    ///     }
+    /// })?;
+    /// assert_eq!(outcomes, [Ok(()), Ok(()), Ok(())]);
+    /// # Ok::<(), CommError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// No excluded ranks, or such that are outside this group, or this rank itself. A rank that
+    /// remains is lost too: call it again and leave out both. Ranks that remain and exclude others,
+    /// or do not come within the deadline. The backend `mpi` has no such groups.
+    pub fn shrink(&self, excluded: &[usize]) -> Result<ProcessGroup, CommError> {
+        let rank_count = self.world_size();
+        let mistake = if excluded.is_empty() {
+            Some("it must leave out a rank".to_owned())
+        } else if excluded.contains(&self.rank()) {
+            Some(format!(
+                "rank {} is to be left out, and must not call it",
+                self.rank()
+            ))
+        } else {
+            let unknown = excluded.iter().find(|&&rank| rank >= rank_count);
+            unknown.map(|rank| format!("there is no rank {rank} in a group of {rank_count}"))
+        };
+        if let Some(message) = mistake {
+            return Err(CommError::invalid_argument("shrink", message));
+        }
+        let remaining: Vec<usize> = (0..rank_count)
+            .filter(|rank| !excluded.contains(rank))
+            .collect();
+        let rank = remaining.iter().position(|&rank| rank == self.rank());
+        let global_ranks: Vec<usize> = remaining
+            .iter()
+            .map(|&rank| self.global_ranks()[rank])
+            .collect();
+        self.create_shrunk(Members {
+            id: shrunk_group_number(self.number(), &global_ranks),
+            global_ranks,
+            rank: rank.expect("this rank is not excluded"),
+        })
+    }
+}
+
+/// Returns the number of the group of those `ranks` that remain of a group. No messages are needed
+/// to agree on it, and ranks that think that others remain come to another number. The highest bit
+/// tells it from the numbers that ranks choose.
+fn shrunk_group_number(group: u64, ranks: &[usize]) -> u64 {
+    let mut hash = Sha256::new_with_prefix(group.to_le_bytes());
+    for &rank in ranks {
+        hash.update((rank as u64).to_le_bytes());
+    }
+    let digest: [u8; 32] = hash.finalize().into();
+    let first = digest
+        .first_chunk()
+        .expect("a digest has more than 8 bytes");
+    u64::from_le_bytes(*first) | 1 << 63
 }
 
 impl Turn<'_> {

@@ -278,6 +278,18 @@ fn until_a_rank_dies(group: &ProcessGroup) {
         }
     };
     assert_names_the_last_rank(group, error);
+    // The ranks that remain go on, in GPU memory too.
+    let rest = group.shrink(&[group.world_size() - 1]).unwrap();
+    let stream = self::stream(&rest);
+    let mut memory = stream.clone_htod(&[1f32; 1000]).unwrap();
+    let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
+    rest.device()
+        .unwrap()
+        .all_reduce(&mut buffer, ReduceOp::Sum)
+        .unwrap();
+    drop(buffer);
+    let sums = stream.clone_dtoh(&memory).unwrap();
+    assert_eq!(sums, [rest.world_size() as f32; 1000]);
 }
 
 /// Makes groups until the last rank, which is in none of them, is lost.

@@ -7,7 +7,6 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, ensure};
 use serde::Deserialize;
 
-use super::{FEATURES, PACKAGES, TESTS};
 use crate::shell::{output, program, run, say};
 
 /// The scripts, each with its name in the bundle: one that runs everything, and what it needs.
@@ -23,12 +22,12 @@ const MOST_BYTES: u64 = 40_000_000;
 
 /// Builds the tests and the command with the CUDA toolkit of this machine, in release, and puts the
 /// stripped programs and the scripts into a directory, and all of it into an archive beside it.
-/// There `bench.sh` runs everything, and each test program runs on its own: `fsdp-comm-nccl
+/// `tests` are cargo's options that choose the tests and their features. There `bench.sh` runs everything, and each test program runs on its own: `fsdp-comm-nccl
 /// --test-threads=1`.
 ///
 /// # Errors
 /// A build that fails; an archive that is too large.
-pub(super) fn build(root: &Path, directory: &Path) -> Result<()> {
+pub(super) fn build(root: &Path, directory: &Path, tests: &[&str]) -> Result<()> {
     // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes
     // the other. The tests are built in release too: so they share the libraries with the command,
     // which cargo builds for its tests.
@@ -36,10 +35,8 @@ pub(super) fn build(root: &Path, directory: &Path) -> Result<()> {
     command
         .current_dir(root)
         .args(["test", "--release", "--no-run", "--locked"])
-        .args(["--features", FEATURES])
         .args(["--message-format", "json-render-diagnostics"])
-        .args(PACKAGES)
-        .args(TESTS)
+        .args(tests)
         .arg("--target-dir")
         .arg(root.join("target/gpu"))
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")

@@ -18,6 +18,7 @@ use std::time::Duration;
 use self::job::{Job, library_error, wait};
 use self::library::Communicator;
 use crate::backend::{Backend, Members, Plan, Planner, Round};
+use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::error::CommError;
@@ -126,6 +127,11 @@ impl Backend for MpiBackend {
             id,
             round,
         )?))
+    }
+
+    fn shrink(&self, _round: &Round<'_>, _members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        Err(BackendKind::Mpi
+            .unavailable("MPI does not go on without a lost rank: start the job again without it"))
     }
 
     fn abort(&self, round: u64, error: &CommError) {

@@ -115,7 +115,7 @@ struct NcclBackend {
 }
 
 impl NcclBackend {
-    /// Makes the NCCL communicator of the group of all ranks, which tell each other NCCL's id
+    /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id
     /// over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
@@ -211,6 +211,13 @@ impl Backend for NcclBackend {
 
     fn without_subgroup(&self, round: &Round<'_>) -> Result<(), CommError> {
         self.communicator.split(None, &self.watch(round)).map(drop)
+    }
+
+    /// Creates a communicator that has nothing of this one. A call that fails ends its communicator,
+    /// so that the caller gets its memory back, and `ncclCommShrink` needs one that has not ended.
+    fn shrink(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        let control = Arc::new(self.control.create_subgroup(round, members)?);
+        Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
     }
 
     fn abort(&self, round: u64, error: &CommError) {

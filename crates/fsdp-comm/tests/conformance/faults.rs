@@ -19,6 +19,16 @@ pub(super) fn cases() -> Vec<Case> {
             3..=4,
             |group| survivors_go_on(&group),
         ),
+        Case::new(
+            "faults: others: a group is shrunk without the rank that left",
+            2..=4,
+            |group| shrunk_group_goes_on(&group),
+        ),
+        Case::new(
+            "faults: others: a group is shrunk again without the next rank that left",
+            3..=4,
+            |group| shrunk_twice(&group),
+        ),
         Case::new("faults: others: abort", 2..=4, |group| abort(&group)),
         Case::new("faults: others: everyone is late", 2..=3, |group| {
             everyone_is_late(&group)
@@ -208,6 +218,84 @@ fn survivors_go_on(group: &ProcessGroup) {
         last.map(|group| group.barrier()),
         (survivors.rank() < 2).then_some(Ok(()))
     );
+}
+
+/// Shrinks a group whose next operation fails because the victim has left. Returns `None` if the
+/// backend cannot.
+fn shrink_after_loss(group: &ProcessGroup, victim: usize) -> Option<ProcessGroup> {
+    let global_rank = group.global_ranks()[victim];
+    let error = error_of(group.barrier());
+    assert!(
+        matches!(error, CommError::RankLeft { rank, .. } if rank == global_rank),
+        "{error:?}"
+    );
+    if group.backend_name() == "mpi" {
+        let error = error_of(group.shrink(&[victim]));
+        assert!(
+            matches!(error, CommError::BackendUnavailable { .. }),
+            "{error:?}"
+        );
+        return None;
+    }
+    let rest = group.shrink(&[victim]).unwrap();
+    // The group itself has failed all the same, and is shrunk to the same ranks only once.
+    assert_eq!(error_of(group.barrier()), error);
+    let again = error_of(group.shrink(&[victim]));
+    assert!(
+        matches!(again, CommError::InvalidArgument { .. }),
+        "{again:?}"
+    );
+    Some(rest)
+}
+
+fn shrunk_group_goes_on(group: &ProcessGroup) {
+    if group.rank() == VICTIM {
+        return;
+    }
+    for mistake in [&[][..], &[group.rank()], &[group.world_size()]] {
+        let error = error_of(group.shrink(mistake));
+        assert!(
+            matches!(error, CommError::InvalidArgument { .. }),
+            "{error:?}"
+        );
+    }
+    let Some(rest) = shrink_after_loss(group, VICTIM) else {
+        return;
+    };
+    let others: Vec<usize> = (0..group.world_size())
+        .filter(|&rank| rank != VICTIM)
+        .collect();
+    assert_eq!(rest.global_ranks(), others);
+    assert_eq!(others[rest.rank()], group.rank());
+    let mut buffer = vec![rest.rank() as u32; 5000];
+    rest.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+    let sum = others.len() * (others.len() - 1) / 2;
+    assert_eq!(buffer, vec![sum as u32; 5000]);
+    // It is a group like any other.
+    let first = rest.subgroup(&[0]).unwrap();
+    assert_eq!(first.is_some(), rest.rank() == 0);
+    let mesh = DeviceMesh::new(&[others.len()], &["shard"], others.len()).unwrap();
+    rest.mesh_group(&mesh, 0).unwrap().barrier().unwrap();
+}
+
+/// Ranks 1 and 2 leave, one after the other.
+fn shrunk_twice(group: &ProcessGroup) {
+    if group.rank() == VICTIM {
+        return;
+    }
+    let Some(rest) = shrink_after_loss(group, VICTIM) else {
+        return;
+    };
+    if group.rank() == 2 {
+        return;
+    }
+    let Some(last) = shrink_after_loss(&rest, 1) else {
+        return;
+    };
+    let ranks: Vec<usize> = (0..group.world_size())
+        .filter(|rank| ![1, 2].contains(rank))
+        .collect();
+    assert_eq!(last.all_gather_object(&group.rank()).unwrap(), ranks);
 }
 
 fn abort(group: &ProcessGroup) {
