@@ -76,9 +76,9 @@ impl ProcessGroup {
 
 impl ProcessGroup {
     /// Creates the group of the ranks that remain without the `excluded` ones, which may be lost:
-    /// torch's `shrink_group`. The ranks that remain call it with the same `excluded` ranks, and keep
-    /// their order; the excluded ones do not call it. It may be called after this group has failed:
-    /// the error of a lost rank names it, by its number in the group of all ranks.
+    /// torch's `shrink_group`. The ranks that remain call it with the same `excluded` ranks, and
+    /// keep their order; the excluded ones do not call it. It may be called after this group has
+    /// failed: the error of a lost rank names it, by its number in the group of all ranks.
     ///
     /// ```
     /// use fsdp_comm::{CommError, run_local};

@@ -22,8 +22,8 @@ const MOST_BYTES: u64 = 40_000_000;
 
 /// Builds the tests and the command with the CUDA toolkit of this machine, in release, and puts the
 /// stripped programs and the scripts into a directory, and all of it into an archive beside it.
-/// `tests` are cargo's options that choose the tests and their features. There `bench.sh` runs everything, and each test program runs on its own: `fsdp-comm-nccl
-/// --test-threads=1`.
+/// `tests` are cargo's options that choose the tests and their features. There `bench.sh` runs
+/// everything, and each test program runs on its own: `fsdp-comm-nccl --test-threads=1`.
 ///
 /// # Errors
 /// A build that fails; an archive that is too large.

@@ -213,8 +213,9 @@ impl Backend for NcclBackend {
         self.communicator.split(None, &self.watch(round)).map(drop)
     }
 
-    /// Creates a communicator that has nothing of this one. A call that fails ends its communicator,
-    /// so that the caller gets its memory back, and `ncclCommShrink` needs one that has not ended.
+    /// Creates a communicator that has nothing of this one. A call that fails ends its
+    /// communicator, so that the caller gets its memory back, and `ncclCommShrink` needs one that
+    /// has not ended.
     fn shrink(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
         let control = Arc::new(self.control.create_subgroup(round, members)?);
         Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
