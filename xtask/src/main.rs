@@ -9,6 +9,7 @@ mod fuzz;
 mod gpu;
 mod interop;
 mod job;
+mod kernels;
 mod kills;
 mod metadata;
 mod mpi;
@@ -300,20 +301,21 @@ fn test(root: &Path) -> Result<()> {
         "--locked",
     ];
     cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
+    let folder = kernels::build(root)?.map(|folder| folder.to_string_lossy().into_owned());
+    let mut environment: Vec<(&str, &str)> = Vec::new();
+    environment.extend(folder.as_deref().map(|folder| (kernels::FOLDER, folder)));
     if cargo_output(root, &["nextest", "--version"]).is_ok() {
         // Many tests wait for a deadline or for another process, so more of them run at once than
         // there are cores.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let at_once =
             std::env::var(TEST_THREADS).unwrap_or_else(|_| (cores + cores.div_ceil(2)).to_string());
-        return cargo(
-            root,
-            &[&["nextest", "run", "--tests"], TESTED].concat(),
-            &[(TEST_THREADS, &at_once)],
-        );
+        environment.push((TEST_THREADS, &at_once));
+        let nextest = [&["nextest", "run", "--tests"], TESTED].concat();
+        return cargo(root, &nextest, &environment);
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
-    cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])
+    cargo(root, &[&["test", "--tests"], TESTED].concat(), &environment)
 }
 
 #[cfg(test)]

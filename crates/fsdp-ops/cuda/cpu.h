@@ -253,11 +253,8 @@ template <class V, class F> auto exchange(const V& mine, F f) {
     Warp& warp = *current->warp;
     memcpy(warp.slots[current->lane], &mine, sizeof(V));
     wait(warp.barrier);
-    auto result = f([&](unsigned lane) {
-        V other;
-        memcpy(&other, warp.slots[lane], sizeof(V));
-        return other;
-    });
+    auto result =
+        f([&](unsigned lane) -> const V& { return *reinterpret_cast<const V*>(warp.slots[lane]); });
     wait(warp.barrier);
     return result;
 }
@@ -309,7 +306,22 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-inline float __half2float(__half x) { return x.value; }
+inline float __half2float(__half x) {
+    // Most CPUs convert these numbers by a long function.
+    static const std::vector<float> values = [] {
+        std::vector<float> values(1 << 16);
+        for (unsigned i = 0; i < values.size(); ++i) {
+            uint16_t bits = uint16_t(i);
+            __half half;
+            memcpy(&half, &bits, sizeof(half));
+            values[i] = half.value;
+        }
+        return values;
+    }();
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return values[bits];
+}
 inline __half __float2half_rn(float x) { return {_Float16(x)}; }
 
 // --- Arithmetic ---
@@ -409,15 +421,19 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
     } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     unsigned lane = cpu::current->lane;
     cpu::exchange(mine, [&](auto of) {
-        for (int i = 0; i < 4; ++i) {
-            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        // The two rows of the left matrix and the two columns of the right one that this thread has
+        // products of.
+        float left[2][16], right[2][16];
+        for (int which = 0; which < 2; ++which)
             for (int k = 0; k < 16; ++k) {
-                int at = k / 8, pair = k % 8 / 2;
-                uint32_t left = of(row % 8 * 4 + pair).a[at * 2 + row / 8];
-                uint32_t right = of(column * 4 + pair).b[at];
-                c[i] += cpu::half_of<T>(left, k % 2) * cpu::half_of<T>(right, k % 2);
+                unsigned at = k / 8, pair = k % 8 / 2;
+                const Operands& row = of(lane / 4 * 4 + pair);
+                const Operands& column = of((lane % 4 * 2 + which) * 4 + pair);
+                left[which][k] = cpu::half_of<T>(row.a[at * 2 + which], k % 2);
+                right[which][k] = cpu::half_of<T>(column.b[at], k % 2);
             }
-        }
+        for (int i = 0; i < 4; ++i)
+            for (int k = 0; k < 16; ++k) c[i] += left[i / 2][k] * right[i % 2][k];
         return 0;
     });
 }

@@ -1,9 +1,12 @@
 //! Mean cross-entropy of scores and targets.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use std::sync::OnceLock;
+
+use candle_core::{DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Operation, mismatch_error, unsupported_error};
+use crate::kernels::{self, Argument, Grid, Kernel, Module, Operand, Output, Runner};
+use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error, unsupported_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
@@ -16,7 +19,8 @@ const NAME: &str = "cross-entropy";
 ///
 /// # Errors
 /// Other shapes; no rows; a target that is no class; targets that are no integers, and scores that
-/// are no floats.
+/// are no floats. On GPUs a target that is no class is no error: it makes the result NaN, because
+/// nobody waits for the GPU here.
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {
@@ -29,13 +33,18 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if !targets.dtype().is_int() {
         return unsupported_error(targets.dtype(), NAME);
     }
-    if !scores.device().is_cpu() {
+    if !is_computed_here(scores)? {
         return with_candle_ops(scores, targets);
     }
-    let targets = class_indices(targets, classes)?;
-    scores
-        .contiguous()?
-        .apply_op1(OnCpu(CrossEntropy { targets }))
+    let targets = if kernels::run_on(scores.device(), scores.dtype())? {
+        Targets::OnDevice(targets_for_kernels(targets)?)
+    } else {
+        Targets::Checked(class_indices(targets, classes)?)
+    };
+    scores.contiguous()?.apply_op1(ForCandle(CrossEntropy {
+        targets,
+        log_sums: OnceLock::new(),
+    }))
 }
 
 /// Computes [`cross_entropy()`] with candle's operations.
@@ -66,14 +75,73 @@ fn class_indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
     Ok(indices)
 }
 
+/// Returns the targets as kernels take them: of u32 or i64, one after the other.
+fn targets_for_kernels(targets: &Tensor) -> Result<Tensor> {
+    match targets.dtype() {
+        DType::U32 | DType::I64 => targets.contiguous(),
+        _ => targets.to_dtype(DType::I64)?.contiguous(),
+    }
+}
+
+/// The classes of the rows.
+enum Targets {
+    /// Each is the index of a class.
+    Checked(Vec<usize>),
+    /// The kernels check them.
+    OnDevice(Tensor),
+}
+
 struct CrossEntropy {
-    targets: Vec<usize>,
+    targets: Targets,
+    /// The logarithm of the sum of each row's exponentials, for the kernels of the backward.
+    log_sums: OnceLock<Tensor>,
+}
+
+impl CrossEntropy {
+    /// Returns the targets for loops on the CPU.
+    fn checked_targets(&self) -> &[usize] {
+        match &self.targets {
+            Targets::Checked(targets) => targets,
+            Targets::OnDevice(_) => unreachable!("only kernels get targets of a device"),
+        }
+    }
+
+    /// Runs code with the targets as kernels read them: u32.
+    ///
+    /// # Errors
+    /// Those of the code, and CUDA's.
+    fn with_targets<R>(
+        &self,
+        runner: &Runner,
+        code: impl FnOnce(&Operand<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let Targets::OnDevice(targets) = &self.targets else {
+            unreachable!("kernels get the targets of their device");
+        };
+        let (storage, layout) = targets.storage_and_layout();
+        let targets = Operand::new(&storage, layout, NAME)?;
+        if targets.dtype == DType::U32 {
+            return code(&targets);
+        }
+        let narrowed = runner.allocate(DType::U32, targets.len())?;
+        runner.launch(
+            Kernel(Module::CrossEntropy, "narrow_targets", None),
+            Grid::elements(targets.len(), DType::I64),
+            &[
+                Argument::Read(&targets),
+                Argument::Write(&narrowed),
+                Argument::Long(targets.len()),
+            ],
+        )?;
+        code(&narrowed.operand()?)
+    }
 }
 
 impl Operation<1> for CrossEntropy {
     const NAME: &'static str = NAME;
 
     fn forward<T: Element>(&self, [scores]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let targets = self.checked_targets();
         // The mean of `log(sum(exp(scores))) - scores[target]` over all rows.
         let (_, totals) = reduce_rows(
             [contiguous_elements::<T>(scores, NAME)?],
@@ -81,7 +149,7 @@ impl Operation<1> for CrossEntropy {
             1,
             #[inline(always)]
             |row, [scores], totals| {
-                let target = scores[self.targets[row]];
+                let target = scores[targets[row]];
                 // Subtract the largest score, so that no power overflows.
                 let highest = largest(scores);
                 for score in scores.iter_mut() {
@@ -92,7 +160,7 @@ impl Operation<1> for CrossEntropy {
                 totals[0] += log + (highest - target);
             },
         );
-        let mean = totals[0] / T::Real::nearest(self.targets.len() as f64);
+        let mean = totals[0] / T::Real::nearest(targets.len() as f64);
         Ok((vec![T::narrow(mean)], Shape::from(())))
     }
 
@@ -102,7 +170,8 @@ impl Operation<1> for CrossEntropy {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 1]> {
-        let rows = T::Real::nearest(self.targets.len() as f64);
+        let targets = self.checked_targets();
+        let rows = T::Real::nearest(targets.len() as f64);
         // The output is a scalar, so there is one gradient.
         let grad = Values::<T>::read(grad, NAME)?[0].widen() / rows;
         let values = Values::<T>::read(scores, NAME)?;
@@ -114,11 +183,83 @@ impl Operation<1> for CrossEntropy {
                 // The derivative by a score is its softmax, less 1 for the target, over the number
                 // of rows.
                 softmax_row(scores);
-                let target = self.targets[row];
+                let target = targets[row];
                 scores[target] -= T::Real::ONE;
                 scores.iter_mut().for_each(|score| *score *= grad);
             },
         );
         Ok([tensor(dscores, scores.dims())?])
+    }
+
+    fn launch_forward(
+        &self,
+        runner: &Runner,
+        [scores]: [Operand<'_>; 1],
+    ) -> Result<(Output, Shape)> {
+        let (rows, classes) = scores.rows_and_width();
+        let dtype = scores.dtype;
+        let losses = runner.allocate(DType::F32, rows)?;
+        let log_sums = runner.allocate(DType::F32, rows)?;
+        self.with_targets(runner, |targets| {
+            runner.launch(
+                Kernel(Module::CrossEntropy, "cross_entropy_forward", Some(dtype)),
+                Grid::rows(rows, classes, dtype),
+                &[
+                    Argument::Read(&scores),
+                    Argument::Read(targets),
+                    Argument::Write(&losses),
+                    Argument::Write(&log_sums),
+                    Argument::Long(rows),
+                    Argument::Int(classes),
+                ],
+            )
+        })?;
+        let mean = runner.allocate(dtype, 1)?;
+        runner.launch(
+            Kernel(Module::CrossEntropy, "cross_entropy_mean", Some(dtype)),
+            Grid::blocks(1, [1024, 1]),
+            &[
+                Argument::Read(&losses.operand()?),
+                Argument::Write(&mean),
+                Argument::Long(rows),
+            ],
+        )?;
+        // Each operation runs once, so nothing has been set before.
+        let _ = self.log_sums.set(runner.tensor(log_sums, rows)?);
+        Ok((mean, Shape::from(())))
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        [scores]: [Operand<'_>; 1],
+        _: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; 1]> {
+        let (rows, classes) = scores.rows_and_width();
+        let dtype = scores.dtype;
+        let log_sums = self
+            .log_sums
+            .get()
+            .expect("candle runs a backward of what it has run the forward of");
+        let (storage, _) = log_sums.storage_and_layout();
+        let log_sums = Operand::new(&storage, &Layout::contiguous(rows), NAME)?;
+        let dscores = runner.allocate(dtype, scores.len())?;
+        self.with_targets(runner, |targets| {
+            runner.launch(
+                Kernel(Module::CrossEntropy, "cross_entropy_backward", Some(dtype)),
+                Grid::rows(rows, classes, dtype),
+                &[
+                    Argument::Read(&scores),
+                    Argument::Read(targets),
+                    Argument::Read(&log_sums),
+                    Argument::Read(&grad),
+                    Argument::Write(&dscores),
+                    Argument::Long(rows),
+                    Argument::Int(classes),
+                ],
+            )
+        })?;
+        Ok([dscores])
     }
 }

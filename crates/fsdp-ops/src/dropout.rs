@@ -4,7 +4,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Unary, check_float};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
+use crate::operation::{ForCandle, Unary, check_float, is_computed_here};
 use crate::real::Real;
 use crate::rows::map_rows;
 
@@ -100,17 +101,17 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
         // A batch of no rows has no elements.
         width: x.elem_count() / rows.max(1),
     };
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops(x, op);
     }
-    x.contiguous()?.apply_op1(OnCpu(op))
+    x.contiguous()?.apply_op1(ForCandle(op))
 }
 
 /// Computes the mask on the host, and applies it with candle's operations.
 fn with_candle_ops(x: &Tensor, op: Dropout) -> Result<Tensor> {
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
     x * ones
-        .apply_op1(OnCpu(op))?
+        .apply_op1(ForCandle(op))?
         .to_device(x.device())?
         .to_dtype(x.dtype())?
 }
@@ -158,5 +159,33 @@ impl Unary for Dropout {
     /// Drops the same gradients as elements, because the mask is the same.
     fn backward<T: Element>(&self, _: &Tensor, _: &Tensor, grads: &[T]) -> Result<Vec<T>> {
         self.forward(grads)
+    }
+
+    fn launch_forward(&self, runner: &Runner, x: &Operand<'_>) -> Result<Output> {
+        let y = runner.allocate(x.dtype, x.len())?;
+        runner.launch(
+            Kernel(Module::Dropout, "dropout", Some(x.dtype)),
+            Grid::elements(x.len(), x.dtype),
+            &[
+                Argument::Read(x),
+                Argument::Write(&y),
+                Argument::Long(x.len().checked_div(self.width).unwrap_or(0)),
+                Argument::Long(self.width),
+                Argument::Double(self.p),
+                Argument::Word(self.masks.key),
+                Argument::Word(self.masks.first_row),
+            ],
+        )?;
+        Ok(y)
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        _: &Operand<'_>,
+        _: &Operand<'_>,
+        grad: &Operand<'_>,
+    ) -> Result<Output> {
+        self.launch_forward(runner, grad)
     }
 }

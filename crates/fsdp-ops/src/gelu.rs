@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Unary};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
+use crate::operation::{ForCandle, Unary, is_computed_here};
 use crate::real::Real;
 use crate::rows::{ANY_WIDTH, map_rows};
 use crate::values::Values;
@@ -13,10 +14,10 @@ use crate::values::Values;
 /// # Errors
 /// A dtype that is not a float.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return x.gelu_erf();
     }
-    x.contiguous()?.apply_op1(OnCpu(Gelu::<false>))
+    x.contiguous()?.apply_op1(ForCandle(Gelu::<false>))
 }
 
 /// Computes GELU with the approximation of Φ by tanh: torch's `gelu(approximate="tanh")`.
@@ -24,10 +25,10 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return x.gelu();
     }
-    x.contiguous()?.apply_op1(OnCpu(Gelu::<true>))
+    x.contiguous()?.apply_op1(ForCandle(Gelu::<true>))
 }
 
 /// GELU by tanh, or the exact one.
@@ -61,6 +62,51 @@ impl<const TANH: bool> Unary for Gelu<TANH> {
         } else {
             erf_backward(grads, &values)
         })
+    }
+
+    fn launch_forward(&self, runner: &Runner, x: &Operand<'_>) -> Result<Output> {
+        let kernel = if TANH {
+            "gelu_tanh_forward"
+        } else {
+            "gelu_erf_forward"
+        };
+        let y = runner.allocate(x.dtype, x.len())?;
+        runner.launch(
+            Kernel(Module::Elementwise, kernel, Some(x.dtype)),
+            Grid::elements(x.len(), x.dtype),
+            &[
+                Argument::Read(x),
+                Argument::Write(&y),
+                Argument::Long(x.len()),
+            ],
+        )?;
+        Ok(y)
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        x: &Operand<'_>,
+        _: &Operand<'_>,
+        grad: &Operand<'_>,
+    ) -> Result<Output> {
+        let kernel = if TANH {
+            "gelu_tanh_backward"
+        } else {
+            "gelu_erf_backward"
+        };
+        let dx = runner.allocate(x.dtype, x.len())?;
+        runner.launch(
+            Kernel(Module::Elementwise, kernel, Some(x.dtype)),
+            Grid::elements(x.len(), x.dtype),
+            &[
+                Argument::Read(x),
+                Argument::Read(grad),
+                Argument::Write(&dx),
+                Argument::Long(x.len()),
+            ],
+        )?;
+        Ok(dx)
     }
 }
 

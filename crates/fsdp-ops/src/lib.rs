@@ -22,18 +22,25 @@
 //! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once,
-//! at the end. On other devices each function is composed of candle's operations, and has the same
-//! gradients.
+//! at the end. On NVIDIA GPUs of compute capability 8.0 or higher, with the feature `cuda`, there
+//! are kernels for f32, bf16 and f16; matrix products are cuBLAS's. Elsewhere each function is
+//! composed of candle's operations, and has the same gradients: on older GPUs, in f64 on GPUs, and
+//! for attention whose heads are wider than 128 elements or than the GPU has shared memory for.
 //!
-//! Results do not depend on the number of threads or the machine's vector instructions, except in
-//! matrix products, which use the crate `gemm`, as candle does. Work is shared by the threads of
-//! the current rayon pool.
+//! Results on CPUs do not depend on the number of threads or the machine's vector instructions,
+//! except in matrix products, which use the crate `gemm`, as candle does. Work is shared by the
+//! threads of the current rayon pool. Kernels give the same bits from run to run.
 
 mod attention;
 mod cross_entropy;
 mod dropout;
 mod element;
 mod gelu;
+#[cfg_attr(
+    not(any(test, feature = "cuda")),
+    expect(dead_code, reason = "nothing is launched without a GPU or a test")
+)]
+mod kernels;
 mod linear;
 mod norm;
 mod operation;

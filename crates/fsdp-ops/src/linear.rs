@@ -2,16 +2,16 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, D, Result, Shape, Tensor};
+use candle_core::{D, DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
-use crate::operation::{OnCpu, Operation, mismatch_error};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
+use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
-    Input, Values, all_elements, contiguous_elements, cpu_storage, elements, span, tensor,
-    tensor_of_sums,
+    Input, Values, contiguous_elements, cpu_storage, elements, span, tensor, tensor_of_sums,
 };
 
 const NAME: &str = "linear";
@@ -29,13 +29,14 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     if x.dim(D::Minus1)? != inputs || bias.is_some_and(|bias| bias.dims() != [outputs]) {
         return mismatch_error(x, weight, NAME);
     }
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops(x, weight, bias);
     }
     let x = x.contiguous()?;
+    let weight = arrange_weight(weight)?;
     match bias {
-        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, OnCpu(Linear)),
-        None => x.apply_op2(weight, OnCpu(Linear)),
+        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, ForCandle(Linear)),
+        None => x.apply_op2(&weight, ForCandle(Linear)),
     }
 }
 
@@ -47,11 +48,22 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// The same as [`linear`].
 pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
-    if !x.device().is_cpu() || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {
+    if !is_computed_here(x)? || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {
         return gelu_erf(&linear(x, weight, Some(bias))?);
     }
+    let op = ForCandle(LinearGelu::default());
     x.contiguous()?
-        .apply_op3(weight, &bias.contiguous()?, OnCpu(LinearGelu::default()))
+        .apply_op3(&arrange_weight(weight)?, &bias.contiguous()?, op)
+}
+
+/// Returns a weight in a layout that can be multiplied with: any on CPUs; on GPUs its rows or its
+/// columns lie one after the other.
+fn arrange_weight(weight: &Tensor) -> Result<Tensor> {
+    if weight.device().is_cpu() || weight.is_contiguous() || weight.t()?.is_contiguous() {
+        Ok(weight.clone())
+    } else {
+        weight.contiguous()
+    }
 }
 
 /// Computes [`linear()`] with candle's operations.
@@ -59,7 +71,9 @@ fn with_candle_ops(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result
     let (outputs, inputs) = weight.dims2()?;
     let mut dims = x.dims().to_vec();
     dims[x.rank() - 1] = outputs;
-    let y = x.reshape(((), inputs))?.matmul(&weight.t()?)?;
+    let y = x
+        .reshape(((), inputs))?
+        .matmul(&arrange_weight(weight)?.t()?)?;
     match bias {
         Some(bias) => y.broadcast_add(bias)?.reshape(dims),
         None => y.reshape(dims),
@@ -88,13 +102,38 @@ impl<const N: usize> Operation<N> for Linear {
         let grad = grad.contiguous()?;
         backward::<T, N>(inputs, &Values::read(&grad, NAME)?)
     }
+
+    fn launch_forward(&self, runner: &Runner, inputs: [Operand<'_>; N]) -> Result<(Output, Shape)> {
+        let (y, shape) = launch_product(runner, &inputs[0], &inputs[1])?;
+        if let Some(bias) = inputs.get(2) {
+            launch_with_bias(runner, "bias_add", [&y.operand()?, bias], &y)?;
+        }
+        Ok((y, shape))
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        inputs: [Operand<'_>; N],
+        _: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; N]> {
+        let [dx, dweight] = launch_gradients(runner, [&inputs[0], &inputs[1]], &grad)?;
+        let mut gradients = vec![dx, dweight];
+        if N == 3 {
+            gradients.push(runner.sum_of_rows(&grad)?);
+        }
+        Ok(gradients
+            .try_into()
+            .expect("a linear layer has two inputs, or three with a bias"))
+    }
 }
 
 /// A product whose result goes through GELU.
 #[derive(Default)]
 struct LinearGelu {
-    /// The result of the product, for the backward.
-    product: OnceLock<CpuStorage>,
+    /// The result of the product, for the backward: on CPUs with the bias, on GPUs without.
+    product: OnceLock<Tensor>,
 }
 
 impl Operation<3> for LinearGelu {
@@ -105,7 +144,7 @@ impl Operation<3> for LinearGelu {
         let y = erf_forward(&product);
         // GELU's backward needs its input, and computing the product again would take long. Each
         // operation runs once, so nothing has been set before.
-        let _ = self.product.set(T::to_cpu_storage_owned(product));
+        let _ = self.product.set(tensor(product, shape.dims())?);
         Ok((y, shape))
     }
 
@@ -115,14 +154,125 @@ impl Operation<3> for LinearGelu {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 3]> {
-        let product = self
-            .product
-            .get()
-            .expect("candle runs a backward of what it has run the forward of");
         let grad = grad.contiguous()?;
-        let dproduct = erf_backward::<T>(&Values::read(&grad, NAME)?, all_elements(product, NAME)?);
+        let dproduct = erf_backward::<T>(
+            &Values::read(&grad, NAME)?,
+            &Values::read(self.product(), NAME)?,
+        );
         backward(inputs, &dproduct)
     }
+
+    fn launch_forward(
+        &self,
+        runner: &Runner,
+        [x, weight, bias]: [Operand<'_>; 3],
+    ) -> Result<(Output, Shape)> {
+        let (product, shape) = launch_product(runner, &x, &weight)?;
+        let y = runner.allocate(x.dtype, shape.elem_count())?;
+        let operand = product.operand()?;
+        launch_with_bias(runner, "bias_gelu_erf_forward", [&operand, &bias], &y)?;
+        // As on CPUs.
+        let _ = self.product.set(runner.tensor(product, shape.clone())?);
+        Ok((y, shape))
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        [x, weight, bias]: [Operand<'_>; 3],
+        _: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; 3]> {
+        let (storage, layout) = self.product().storage_and_layout();
+        let product = Operand::new(&storage, layout, NAME)?;
+        let (rows, outputs) = grad.rows_and_width();
+        let dproduct = runner.allocate(x.dtype, grad.len())?;
+        let parts = columns_parts(rows, outputs, x.dtype);
+        let partials = runner.allocate(DType::F32, parts * outputs)?;
+        runner.launch(
+            Kernel(Module::Elementwise, "bias_gelu_erf_backward", Some(x.dtype)),
+            Grid::columns(rows, outputs, x.dtype),
+            &[
+                Argument::Read(&product),
+                Argument::Read(&bias),
+                Argument::Read(&grad),
+                Argument::Write(&dproduct),
+                Argument::Write(&partials),
+                Argument::Long(rows),
+                Argument::Int(outputs),
+            ],
+        )?;
+        let operand = dproduct.operand()?;
+        let operand = operand.with_layout(Layout::contiguous((rows, outputs)));
+        let [dx, dweight] = launch_gradients(runner, [&x, &weight], &operand)?;
+        let dbias = runner.finish_columns(&partials, outputs, x.dtype)?;
+        Ok([dx, dweight, dbias])
+    }
+}
+
+impl LinearGelu {
+    /// Returns what the forward has kept.
+    fn product(&self) -> &Tensor {
+        self.product
+            .get()
+            .expect("candle runs a backward of what it has run the forward of")
+    }
+}
+
+/// Multiplies with the transpose of a weight on a GPU.
+fn launch_product(
+    runner: &Runner,
+    x: &Operand<'_>,
+    weight: &Operand<'_>,
+) -> Result<(Output, Shape)> {
+    let outputs = weight.layout.shape().dims2()?.0;
+    let mut dims = x.layout.dims().to_vec();
+    dims[x.layout.dims().len() - 1] = outputs;
+    let transposed = weight.with_layout(weight.layout.transpose(0, 1)?);
+    let y = runner.product(&matrix_of_rows(x), &transposed)?;
+    Ok((y, dims.into()))
+}
+
+/// Launches a kernel that adds a bias to each row. It may write what it reads.
+fn launch_with_bias(
+    runner: &Runner,
+    kernel: &'static str,
+    [x, bias]: [&Operand<'_>; 2],
+    y: &Output,
+) -> Result<()> {
+    let width = bias.len();
+    let rows = x.len().checked_div(width).unwrap_or(0);
+    runner.launch(
+        Kernel(Module::Elementwise, kernel, Some(x.dtype)),
+        Grid::columns(rows, width, x.dtype),
+        &[
+            Argument::Read(x),
+            Argument::Read(bias),
+            Argument::Write(y),
+            Argument::Long(rows),
+            Argument::Int(width),
+        ],
+    )
+}
+
+/// Returns the gradients of the input and the weight on a GPU, from that of the product.
+fn launch_gradients(
+    runner: &Runner,
+    [x, weight]: [&Operand<'_>; 2],
+    grad: &Operand<'_>,
+) -> Result<[Output; 2]> {
+    let grad = matrix_of_rows(grad);
+    let transposed = grad.with_layout(grad.layout.transpose(0, 1)?);
+    Ok([
+        runner.product(&grad, weight)?,
+        runner.product(&transposed, &matrix_of_rows(x))?,
+    ])
+}
+
+/// Returns the rows of an operand, which lie one after the other, as a matrix.
+fn matrix_of_rows<'a>(x: &Operand<'a>) -> Operand<'a> {
+    let start = x.layout.start_offset();
+    x.with_layout(Layout::contiguous_with_offset(x.rows_and_width(), start))
 }
 
 /// Multiplies with the transpose of a weight, and adds a bias.

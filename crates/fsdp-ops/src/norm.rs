@@ -1,11 +1,13 @@
 //! Layer norm and root-mean-square norm over the last dimension.
 
 use std::borrow::Cow;
+use std::sync::OnceLock;
 
-use candle_core::{D, DType, Result, Shape, Tensor};
+use candle_core::{D, DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Operation, mismatch_error};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
+use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Input, Values, contiguous_elements, tensor, tensor_of_sums};
@@ -21,12 +23,12 @@ const RMS_NORM: &str = "rms-norm";
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(LAYER_NORM, x, weight)?;
     check(LAYER_NORM, x, bias)?;
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops(x, weight, Some(bias), eps);
     }
     let bias = bias.contiguous()?;
     x.contiguous()?
-        .apply_op3(&weight.contiguous()?, &bias, OnCpu(Norm { eps }))
+        .apply_op3(&weight.contiguous()?, &bias, ForCandle(Norm::new(eps)))
 }
 
 /// Computes `x / sqrt(mean of squares + eps) * weight` over the last dimension: torch's `rms_norm`.
@@ -35,11 +37,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// A weight of another shape or dtype; a dtype that is not a float.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(RMS_NORM, x, weight)?;
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops(x, weight, None, eps);
     }
     x.contiguous()?
-        .apply_op2(&weight.contiguous()?, OnCpu(Norm { eps }))
+        .apply_op2(&weight.contiguous()?, ForCandle(Norm::new(eps)))
 }
 
 /// Checks that a weight has one element for each column of `x`.
@@ -78,6 +80,17 @@ pub(crate) fn with_candle_ops(
 /// norm.
 struct Norm {
     eps: f64,
+    /// The mean and the factor of each row, for the kernels of the backward.
+    rows: OnceLock<Tensor>,
+}
+
+impl Norm {
+    const fn new(eps: f64) -> Self {
+        Norm {
+            eps,
+            rows: OnceLock::new(),
+        }
+    }
 }
 
 impl<const N: usize> Operation<N> for Norm {
@@ -170,6 +183,135 @@ impl<const N: usize> Operation<N> for Norm {
             .try_into()
             .expect("a norm has two inputs, or three with a bias"))
     }
+
+    fn launch_forward(&self, runner: &Runner, inputs: [Operand<'_>; N]) -> Result<(Output, Shape)> {
+        let x = &inputs[0];
+        let (rows, width) = x.rows_and_width();
+        let y = runner.allocate(x.dtype, x.len())?;
+        let of_rows = runner.allocate(DType::F32, 2 * rows)?;
+        let mut arguments: Vec<Argument<'_>> = inputs.iter().map(Argument::Read).collect();
+        arguments.push(Argument::Write(&y));
+        if N == 3 {
+            arguments.push(Argument::Write(&of_rows));
+        }
+        arguments.extend([
+            Argument::WriteFrom(&of_rows, rows),
+            Argument::Long(rows),
+            Argument::Int(width),
+            Argument::Double(self.eps),
+        ]);
+        runner.launch(
+            kernel::<N>(["rms_norm_forward", "layer_norm_forward"], x.dtype),
+            Grid::rows(rows, width, x.dtype),
+            &arguments,
+        )?;
+        // Each operation runs once, so nothing has been set before.
+        let _ = self.rows.set(runner.tensor(of_rows, (2, rows))?);
+        Ok((y, x.layout.shape().clone()))
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        inputs: [Operand<'_>; N],
+        _: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; N]> {
+        let x = &inputs[0];
+        let (rows, width) = x.rows_and_width();
+        let name = <Self as Operation<N>>::NAME;
+        let of_rows = self
+            .rows
+            .get()
+            .expect("candle runs a backward of what it has run the forward of");
+        let (storage, _) = of_rows.storage_and_layout();
+        let means = Operand::new(&storage, &Layout::contiguous(rows), name)?;
+        let factors = Operand::new(&storage, &Layout::contiguous_with_offset(rows, rows), name)?;
+        // Root-mean-square norm has no means.
+        let of_rows = match N {
+            3 => vec![Argument::Read(&means), Argument::Read(&factors)],
+            _ => vec![Argument::Read(&factors)],
+        };
+        let dx = runner.allocate(x.dtype, x.len())?;
+        let sizes = [Argument::Long(rows), Argument::Int(width)];
+        let at_once =
+            grid_at_once(rows, width, x.dtype).filter(|_| N == 2 || x.dtype == DType::F32);
+        let parts = match at_once {
+            Some(grid) => grid.blocks[0],
+            None => columns_parts(rows, width, x.dtype),
+        };
+        let mut partials = Vec::with_capacity(N - 1);
+        for _ in 1..N {
+            partials.push(runner.allocate(DType::F32, parts * width)?);
+        }
+        let write_partials = partials.iter().map(Argument::Write);
+        let [read_x, read_weight, read_grad] = [
+            Argument::Read(x),
+            Argument::Read(&inputs[1]),
+            Argument::Read(&grad),
+        ];
+        match at_once {
+            Some(grid) => {
+                let mut arguments = vec![read_x, read_weight, read_grad];
+                arguments.extend(of_rows);
+                arguments.push(Argument::Write(&dx));
+                arguments.extend(write_partials);
+                arguments.extend(sizes);
+                let names = ["rms_norm_backward_at_once", "layer_norm_backward_at_once"];
+                runner.launch(kernel::<N>(names, x.dtype), grid, &arguments)?;
+            }
+            None => {
+                let mut arguments = vec![read_x, read_weight, read_grad];
+                arguments.extend(&of_rows);
+                arguments.push(Argument::Write(&dx));
+                arguments.extend(sizes);
+                runner.launch(
+                    kernel::<N>(["rms_norm_backward", "layer_norm_backward"], x.dtype),
+                    Grid::rows(rows, width, x.dtype),
+                    &arguments,
+                )?;
+                let mut arguments = vec![read_x, read_grad];
+                arguments.extend(of_rows);
+                arguments.extend(write_partials);
+                arguments.extend(sizes);
+                runner.launch(
+                    kernel::<N>(["rms_norm_columns", "layer_norm_columns"], x.dtype),
+                    Grid::columns(rows, width, x.dtype),
+                    &arguments,
+                )?;
+            }
+        }
+        let mut gradients = vec![dx];
+        for partials in partials {
+            gradients.push(runner.finish_columns(&partials, width, x.dtype)?);
+        }
+        Ok(gradients
+            .try_into()
+            .expect("a norm has two inputs, or three with a bias"))
+    }
+}
+
+/// Returns the kernel of the norm with N inputs, of the names of both norms.
+const fn kernel<const N: usize>(names: [&'static str; 2], dtype: DType) -> Kernel {
+    Kernel(Module::Norm, names[N - 2], Some(dtype))
+}
+
+/// Returns the shape for the kernel that computes all gradients at once, which reads everything
+/// once. `None` for rows that do not fit into the registers of their threads.
+fn grid_at_once(rows: usize, width: usize, dtype: DType) -> Option<Grid> {
+    /// The packs of a row that a thread has in registers.
+    const PACKS_OF_THREAD: usize = 4;
+    let pack = 16 / dtype.size_in_bytes();
+    // Rows of other widths are read by single elements.
+    let pack = if width.is_multiple_of(pack) { pack } else { 1 };
+    let warps = width.div_ceil(32 * PACKS_OF_THREAD * pack).max(1);
+    let (threads, rows_of_block) = match warps {
+        1 => ([32, 4], 16),
+        2..=8 => ([32 * warps, 1], 4),
+        _ => return None,
+    };
+    let blocks = rows.div_ceil(rows_of_block).clamp(1, 512);
+    Some(Grid::blocks(blocks, threads))
 }
 
 /// Normalizes a row in place: subtracts the mean if `center`, and divides by the root of the mean

@@ -1,17 +1,28 @@
 //! The frame of all operations: what each of them computes, and how candle runs it.
 //!
 //! The file of an operation has its parts in this order: the public functions, which check their
-//! arguments; `with_candle_ops`, the same made of candle's operations, for devices without kernels
-//! here; the operation with its forward and its backward; the kernels of both.
+//! arguments; `with_candle_ops`, the same made of candle's operations, for devices and dtypes that
+//! are not computed here; the operation with its forward and its backward, on CPUs and by CUDA
+//! kernels; the loops of both on CPUs.
 
 use candle_core::backend::BackendStorage as _;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Error, Layout, Result, Shape, Tensor,
-    WithDType as _,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Error, Layout, Result, Shape,
+    Storage, Tensor, WithDType as _,
 };
 
 use crate::element::Element;
+use crate::kernels::{self, Operand, Output, Runner};
 use crate::values::{Input, Values, contiguous_elements, tensor};
+
+/// Returns `true` if an operation of a tensor is computed here: on CPUs, and by kernels where there
+/// are some. Elsewhere operations are composed of candle's.
+///
+/// # Errors
+/// CUDA's, where the device cannot be asked what it can do.
+pub(crate) fn is_computed_here(x: &Tensor) -> Result<bool> {
+    Ok(x.device().is_cpu() || kernels::run_on(x.device(), x.dtype())?)
+}
 
 /// An operation with `N` inputs, all of one dtype.
 pub(crate) trait Operation<const N: usize> {
@@ -28,6 +39,22 @@ pub(crate) trait Operation<const N: usize> {
         output: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; N]>;
+
+    /// Launches the kernels of the forward, and returns the output with its shape.
+    fn launch_forward(&self, runner: &Runner, inputs: [Operand<'_>; N]) -> Result<(Output, Shape)>;
+
+    /// `true` if the kernels of the backward take a gradient of which only the elements of the last
+    /// dimension lie one after the other; otherwise all of it does.
+    const TAKES_STRIDED_GRADIENT: bool = false;
+
+    /// Launches the kernels of the backward, and returns the gradient of each input.
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        inputs: [Operand<'_>; N],
+        output: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; N]>;
 }
 
 /// An operation with one input, whose output has the input's shape.
@@ -40,6 +67,21 @@ pub(crate) trait Unary {
 
     /// Computes the gradient of the input from that of the output.
     fn backward<T: Element>(&self, x: &Tensor, output: &Tensor, grads: &[T]) -> Result<Vec<T>>;
+
+    /// Launches the kernels of the forward.
+    fn launch_forward(&self, runner: &Runner, x: &Operand<'_>) -> Result<Output>;
+
+    /// `true` for operations of which [`Operation::TAKES_STRIDED_GRADIENT`] is.
+    const TAKES_STRIDED_GRADIENT: bool = false;
+
+    /// Launches the kernels of the backward.
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        x: &Operand<'_>,
+        output: &Operand<'_>,
+        grad: &Operand<'_>,
+    ) -> Result<Output>;
 }
 
 impl<U: Unary> Operation<1> for U {
@@ -59,6 +101,22 @@ impl<U: Unary> Operation<1> for U {
         let grad = grad.contiguous()?;
         let dx = self.backward(x, output, &Values::<T>::read(&grad, U::NAME)?)?;
         Ok([tensor(dx, x.dims())?])
+    }
+
+    fn launch_forward(&self, runner: &Runner, [x]: [Operand<'_>; 1]) -> Result<(Output, Shape)> {
+        Ok((self.launch_forward(runner, &x)?, x.layout.shape().clone()))
+    }
+
+    const TAKES_STRIDED_GRADIENT: bool = U::TAKES_STRIDED_GRADIENT;
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        [x]: [Operand<'_>; 1],
+        output: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; 1]> {
+        Ok([self.launch_backward(runner, &x, &output, &grad)?])
     }
 }
 
@@ -88,22 +146,56 @@ macro_rules! with_element {
     };
 }
 
-/// An operation in the form in which candle runs it on CPUs.
-pub(crate) struct OnCpu<O>(pub(crate) O);
+/// An operation in the form in which candle runs it, on CPUs and GPUs.
+pub(crate) struct ForCandle<O>(pub(crate) O);
 
-impl<O> OnCpu<O> {
-    /// Runs the forward for the element type of the inputs.
+impl<O> ForCandle<O> {
+    /// Runs the forward on the CPU, for the element type of the inputs.
     fn forward<const N: usize>(&self, inputs: [Input<'_>; N]) -> Result<(CpuStorage, Shape)>
     where
         O: Operation<N>,
     {
+        #[cfg(test)]
+        if kernels::run_on(&candle_core::Device::Cpu, inputs[0].0.dtype())? {
+            let operands = inputs.map(|(storage, layout)| Operand::on_cpu(storage, layout));
+            let (Storage::Cpu(output), shape) = self.launch_forward(operands)? else {
+                unreachable!("kernels on the CPU write memory of the host");
+            };
+            return Ok((output, shape));
+        }
         with_element!(inputs[0].0.dtype(), O::NAME, T => {
             let (output, shape) = self.0.forward::<T>(inputs)?;
             Ok((T::to_cpu_storage_owned(output), shape))
         })
     }
 
-    /// Runs the backward for the element type of the inputs.
+    /// Runs the forward on a GPU.
+    fn cuda_forward<const N: usize>(
+        &self,
+        inputs: [(&CudaStorage, &Layout); N],
+    ) -> Result<(CudaStorage, Shape)>
+    where
+        O: Operation<N>,
+    {
+        let operands = inputs.map(|(storage, layout)| Operand::on_cuda(storage, layout));
+        match self.launch_forward(operands)? {
+            (Storage::Cuda(output), shape) => Ok((output, shape)),
+            _ => unreachable!("kernels on a GPU write its memory"),
+        }
+    }
+
+    /// Runs the forward by kernels.
+    fn launch_forward<const N: usize>(&self, inputs: [Operand<'_>; N]) -> Result<(Storage, Shape)>
+    where
+        O: Operation<N>,
+    {
+        check_dtypes(&inputs, O::NAME)?;
+        let runner = Runner::new(&inputs[0]);
+        let (output, shape) = self.0.launch_forward(&runner, inputs)?;
+        Ok((runner.storage(output)?, shape))
+    }
+
+    /// Runs the backward where the forward has run.
     fn backward<const N: usize>(
         &self,
         inputs: [&Tensor; N],
@@ -113,15 +205,74 @@ impl<O> OnCpu<O> {
     where
         O: Operation<N>,
     {
+        if kernels::run_on(output.device(), output.dtype())? {
+            return self.launch_backward(inputs, output, grad);
+        }
         with_element!(inputs[0].dtype(), O::NAME, T => {
             self.0.backward::<T>(inputs, output, grad)
         })
+    }
+
+    /// Runs the backward by kernels.
+    fn launch_backward<const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; N]>
+    where
+        O: Operation<N>,
+    {
+        let grad = if O::TAKES_STRIDED_GRADIENT {
+            kernels::with_contiguous_rows(grad)?
+        } else {
+            grad.contiguous()?
+        };
+        let storages = inputs.map(Tensor::storage_and_layout);
+        let (output_storage, output_layout) = output.storage_and_layout();
+        let (grad_storage, grad_layout) = grad.storage_and_layout();
+        let mut operands = Vec::with_capacity(N);
+        for (storage, layout) in &storages {
+            operands.push(Operand::new(storage, layout, O::NAME)?);
+        }
+        let operands: [Operand<'_>; N] = operands
+            .try_into()
+            .expect("there is an operand for each input");
+        let output = Operand::new(&output_storage, output_layout, O::NAME)?;
+        let grad = Operand::new(&grad_storage, grad_layout, O::NAME)?;
+        check_dtypes(&operands, O::NAME)?;
+        check_dtypes(&[output.clone(), grad.clone()], O::NAME)?;
+        let runner = Runner::new(&output);
+        let gradients = self.0.launch_backward(&runner, operands, output, grad)?;
+        let mut tensors = Vec::with_capacity(N);
+        for (gradient, input) in gradients.into_iter().zip(inputs) {
+            tensors.push(runner.tensor(gradient, input.shape())?);
+        }
+        Ok(tensors
+            .try_into()
+            .expect("there is a gradient for each input"))
+    }
+}
+
+/// Checks that tensors are of one dtype, which has kernels. Memory that has been released has
+/// another.
+fn check_dtypes(operands: &[Operand<'_>], operation: &'static str) -> Result<()> {
+    let dtype = operands[0].dtype;
+    check_float(dtype, operation)?;
+    match operands.iter().find(|operand| operand.dtype != dtype) {
+        None => Ok(()),
+        Some(other) => Err(Error::DTypeMismatchBinaryOp {
+            lhs: dtype,
+            rhs: other.dtype,
+            op: operation,
+        }
+        .bt()),
     }
 }
 
 // candle has a trait for each number of inputs, whose methods take each input in parameters of its
 // own. Nothing but these three impls has to know them.
-impl<O: Operation<1>> CustomOp1 for OnCpu<O> {
+impl<O: Operation<1>> CustomOp1 for ForCandle<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -130,13 +281,17 @@ impl<O: Operation<1>> CustomOp1 for OnCpu<O> {
         self.forward([(x, layout)])
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward([(x, layout)])
+    }
+
     fn bwd(&self, x: &Tensor, output: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let [dx] = self.backward([x], output, grad)?;
         Ok(Some(dx))
     }
 }
 
-impl<O: Operation<2>> CustomOp2 for OnCpu<O> {
+impl<O: Operation<2>> CustomOp2 for ForCandle<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -151,6 +306,16 @@ impl<O: Operation<2>> CustomOp2 for OnCpu<O> {
         self.forward([(first, first_layout), (second, second_layout)])
     }
 
+    fn cuda_fwd(
+        &self,
+        first: &CudaStorage,
+        first_layout: &Layout,
+        second: &CudaStorage,
+        second_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward([(first, first_layout), (second, second_layout)])
+    }
+
     fn bwd(
         &self,
         first: &Tensor,
@@ -163,7 +328,7 @@ impl<O: Operation<2>> CustomOp2 for OnCpu<O> {
     }
 }
 
-impl<O: Operation<3>> CustomOp3 for OnCpu<O> {
+impl<O: Operation<3>> CustomOp3 for ForCandle<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -178,6 +343,22 @@ impl<O: Operation<3>> CustomOp3 for OnCpu<O> {
         third_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.forward([
+            (first, first_layout),
+            (second, second_layout),
+            (third, third_layout),
+        ])
+    }
+
+    fn cuda_fwd(
+        &self,
+        first: &CudaStorage,
+        first_layout: &Layout,
+        second: &CudaStorage,
+        second_layout: &Layout,
+        third: &CudaStorage,
+        third_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward([
             (first, first_layout),
             (second, second_layout),
             (third, third_layout),

@@ -1,9 +1,12 @@
 //! Rotary position embeddings.
 
-use candle_core::{D, Error, Result, Tensor};
+use candle_core::{D, Error, Layout, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Unary, mismatch_error};
+use crate::kernels::{
+    self, Argument, Grid, Kernel, Module, Operand, Output, RotationSizes, Runner, Strides, to_int,
+};
+use crate::operation::{ForCandle, Unary, is_computed_here, mismatch_error};
 use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::Values;
@@ -53,10 +56,15 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
     // The angles get no gradient.
     let cos = cos.detach();
     let sin = sin.detach();
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops::<INTERLEAVED>(x, &cos, &sin);
     }
-    x.contiguous()?.apply_op1(OnCpu(Rope::<INTERLEAVED> {
+    let x = if kernels::run_on(x.device(), x.dtype())? {
+        kernels::with_contiguous_rows(x)?
+    } else {
+        x.contiguous()?
+    };
+    x.apply_op1(ForCandle(Rope::<INTERLEAVED> {
         cos: cos.contiguous()?,
         sin: sin.contiguous()?,
         time,
@@ -112,9 +120,71 @@ impl<const INTERLEAVED: bool> Unary for Rope<INTERLEAVED> {
     fn backward<T: Element>(&self, _: &Tensor, _: &Tensor, grads: &[T]) -> Result<Vec<T>> {
         self.rotate(grads, T::Real::nearest(-1.0))
     }
+
+    fn launch_forward(&self, runner: &Runner, x: &Operand<'_>) -> Result<Output> {
+        self.launch(runner, x, false)
+    }
+
+    const TAKES_STRIDED_GRADIENT: bool = true;
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        _: &Operand<'_>,
+        _: &Operand<'_>,
+        grad: &Operand<'_>,
+    ) -> Result<Output> {
+        self.launch(runner, grad, true)
+    }
 }
 
 impl<const INTERLEAVED: bool> Rope<INTERLEAVED> {
+    /// Launches the kernel that rotates vectors by the angles of their positions or, if `back`, by
+    /// the opposite ones.
+    fn launch(&self, runner: &Runner, x: &Operand<'_>, back: bool) -> Result<Output> {
+        let (batches, heads, time, width) = x.layout.shape().dims4()?;
+        let (cos_storage, cos_layout) = self.cos.storage_and_layout();
+        let (sin_storage, sin_layout) = self.sin.storage_and_layout();
+        let cos = Operand::new(&cos_storage, cos_layout, Self::NAME)?;
+        let sin = Operand::new(&sin_storage, sin_layout, Self::NAME)?;
+        let half = width / 2;
+        let sizes = RotationSizes {
+            x: Strides::of_layout(&x.layout)?,
+            y: Strides::of_layout(&Layout::contiguous(x.layout.shape()))?,
+            batches: batches as i64,
+            heads: to_int(heads)?,
+            time: to_int(time)?,
+            half: to_int(half)?,
+            of_batch: self.heads.is_some().into(),
+            back: back.into(),
+        };
+        // As many threads as a vector has packs, if there are not more of them than a warp has
+        // threads.
+        let packs = half.div_ceil(16 / x.dtype.size_in_bytes()).max(1);
+        let threads = packs.next_power_of_two().min(32);
+        let vectors = 256 / threads;
+        let y = runner.allocate(x.dtype, x.len())?;
+        runner.launch(
+            Kernel(
+                Module::Rope,
+                if INTERLEAVED { "rope_i" } else { "rope" },
+                Some(x.dtype),
+            ),
+            Grid::blocks(
+                (batches * heads * time).div_ceil(vectors),
+                [threads, vectors],
+            ),
+            &[
+                Argument::Read(x),
+                Argument::Read(&cos),
+                Argument::Read(&sin),
+                Argument::Write(&y),
+                Argument::Rotation(sizes),
+            ],
+        )?;
+        Ok(y)
+    }
+
     /// Rotates vectors by the angles of their positions, times `direction`, which is 1 or -1.
     fn rotate<T: Element>(&self, x: &[T], direction: T::Real) -> Result<Vec<T>> {
         let cos_values = Values::<T>::read(&self.cos, Self::NAME)?;

@@ -3,7 +3,8 @@
 use candle_core::{D, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{OnCpu, Unary};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
+use crate::operation::{ForCandle, Unary, is_computed_here};
 use crate::real::{Real, largest, sum};
 use crate::rows::map_rows;
 use crate::values::Values;
@@ -25,10 +26,10 @@ const NAME: &str = "softmax-last-dim";
 /// A tensor without dimensions, or of a dtype that is not a float.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
-    if !x.device().is_cpu() {
+    if !is_computed_here(x)? {
         return with_candle_ops(x);
     }
-    x.contiguous()?.apply_op1(OnCpu(Softmax { width }))
+    x.contiguous()?.apply_op1(ForCandle(Softmax { width }))
 }
 
 /// Computes softmax with candle's operations.
@@ -72,6 +73,50 @@ impl Unary for Softmax {
                     .for_each(|(grad, y)| *grad = *y * (*grad - dot_product));
             },
         ))
+    }
+
+    fn launch_forward(&self, runner: &Runner, x: &Operand<'_>) -> Result<Output> {
+        let y = runner.allocate(x.dtype, x.len())?;
+        self.launch(runner, "softmax_forward", &[x], &y)?;
+        Ok(y)
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        x: &Operand<'_>,
+        output: &Operand<'_>,
+        grad: &Operand<'_>,
+    ) -> Result<Output> {
+        let dx = runner.allocate(x.dtype, x.len())?;
+        self.launch(runner, "softmax_backward", &[output, grad], &dx)?;
+        Ok(dx)
+    }
+}
+
+impl Softmax {
+    /// Launches a kernel that takes rows, and writes rows of the same width.
+    fn launch(
+        &self,
+        runner: &Runner,
+        kernel: &'static str,
+        inputs: &[&Operand<'_>],
+        output: &Output,
+    ) -> Result<()> {
+        let (rows, width) = inputs[0].rows_and_width();
+        let dtype = inputs[0].dtype;
+        let mut arguments: Vec<Argument<'_>> =
+            inputs.iter().map(|input| Argument::Read(input)).collect();
+        arguments.extend([
+            Argument::Write(output),
+            Argument::Long(rows),
+            Argument::Int(width),
+        ]);
+        runner.launch(
+            Kernel(Module::Softmax, kernel, Some(dtype)),
+            Grid::rows(rows, width, dtype),
+            &arguments,
+        )
     }
 }
 

@@ -4,14 +4,18 @@
 //! cache, are never kept for the backward, and are not computed where a causal mask hides them.
 
 mod head;
+mod launches;
 
 use std::borrow::Cow;
+use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 
 use self::head::{Attention, Heads, NAME, View, widen_storage};
+use self::launches::Results;
 use crate::element::Element;
-use crate::operation::{OnCpu, Operation, mismatch_error};
+use crate::kernels::{self, Operand, Output, Runner};
+use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::softmax;
@@ -55,18 +59,32 @@ pub fn scaled_dot_product_attention(
     if columns == 0 && query.elem_count() > 0 {
         candle_core::bail!("{NAME}: queries without keys");
     }
-    if !query.device().is_cpu() {
+    let attention = Attention { causal, scale };
+    if !is_fused(query, [width, value.dim(3)?], attention)? {
         return with_candle_ops(query, key, value, causal, scale);
     }
-    query.apply_op3(key, value, OnCpu(Attention { causal, scale }))
+    let mut parts = [query.clone(), key.clone(), value.clone()];
+    if kernels::run_on(query.device(), query.dtype())? {
+        for part in &mut parts {
+            *part = kernels::with_contiguous_rows(part)?;
+        }
+    }
+    let [query, key, value] = parts;
+    query.apply_op3(
+        &key,
+        &value,
+        ForCandle(HeadAttention {
+            attention,
+            log_sums: OnceLock::new(),
+        }),
+    )
 }
 
 /// Computes attention of the output of one projection to queries, keys and values.
 ///
 /// `qkv` is `[batch, time, 3 * heads * width]`: first all heads of the queries, then those of the
 /// keys, then those of the values. The result is `[batch, time, heads * width]`, ready for the
-/// projection after it. On CPUs no tensor is copied to transpose it; other devices use candle's
-/// operations.
+/// projection after it. No tensor is copied to transpose it.
 ///
 /// Scores are scaled by 1 / sqrt(width). With `causal`, a position sees itself and those before it.
 ///
@@ -81,7 +99,8 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
     }
     let width = packed / 3 / heads;
     let scale = (width.max(1) as f64).powf(-0.5);
-    if !qkv.device().is_cpu() {
+    let attention = Attention { causal, scale };
+    if !is_fused(qkv, [width; 2], attention)? {
         let parts = qkv
             .reshape((batch, time, 3, heads, width))?
             .permute((2, 0, 3, 1, 4))?;
@@ -94,10 +113,23 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
         )?;
         return mixed.transpose(1, 2)?.reshape((batch, time, heads * width));
     }
-    qkv.contiguous()?.apply_op1(OnCpu(PackedAttention {
+    qkv.contiguous()?.apply_op1(ForCandle(PackedAttention {
         heads,
-        attention: Attention { causal, scale },
+        attention,
+        log_sums: OnceLock::new(),
     }))
+}
+
+/// Returns `true` if attention of a tensor's device and dtype, with queries and values of these
+/// widths, is computed here.
+///
+/// # Errors
+/// CUDA's, where the device cannot be asked what it can do.
+fn is_fused(x: &Tensor, widths: [usize; 2], attention: Attention) -> Result<bool> {
+    if kernels::run_on(x.device(), x.dtype())? {
+        return launches::fit(x.device(), x.dtype(), widths, attention);
+    }
+    is_computed_here(x)
 }
 
 /// Computes [`scaled_dot_product_attention`] with candle's operations.
@@ -123,13 +155,20 @@ pub(crate) fn with_candle_ops(
     softmax::with_candle_ops(&scores)?.matmul(&value.contiguous()?)
 }
 
-impl Operation<3> for Attention {
+/// The attention of queries, keys and values that are tensors of their own.
+struct HeadAttention {
+    attention: Attention,
+    /// The logarithms of the sums of the weights of each query, for the kernels of the backward.
+    log_sums: OnceLock<Tensor>,
+}
+
+impl Operation<3> for HeadAttention {
     const NAME: &'static str = NAME;
 
     fn forward<T: Element>(&self, [query, key, value]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
         let (batch, heads, rows, _) = query.1.shape().dims4()?;
         let shape = Shape::from((batch, heads, rows, value.1.dims()[3]));
-        let y = Heads::new::<T>(*self, [query, key, value])?.forward()?;
+        let y = Heads::new::<T>(self.attention, [query, key, value])?.forward()?;
         Ok((join_heads(&y), shape))
     }
 
@@ -148,7 +187,7 @@ impl Operation<3> for Attention {
             (cpu_storage(&key_storage, NAME)?, key_layout),
             (cpu_storage(&value_storage, NAME)?, value_layout),
         ];
-        let heads = Heads::new::<T>(*self, inputs)?;
+        let heads = Heads::new::<T>(self.attention, inputs)?;
         let grad = View::widened::<T>((cpu_storage(&grad_storage, NAME)?, grad_layout))?;
         let [dquery, dkey, dvalue] = heads.backward(&grad)?;
         Ok([
@@ -157,11 +196,74 @@ impl Operation<3> for Attention {
             tensor(join_heads::<T>(&dvalue), value.dims())?,
         ])
     }
+
+    fn launch_forward(&self, runner: &Runner, parts: [Operand<'_>; 3]) -> Result<(Output, Shape)> {
+        let (batch, heads, rows, _) = parts[0].layout.shape().dims4()?;
+        let shape = Shape::from((batch, heads, rows, parts[2].layout.dims()[3]));
+        let layout = Layout::contiguous(&shape);
+        let (y, log_sums) = launches::launch_forward(runner, self.attention, &parts, &layout)?;
+        keep(runner, &self.log_sums, log_sums, batch * heads * rows)?;
+        Ok((y, shape))
+    }
+
+    const TAKES_STRIDED_GRADIENT: bool = true;
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        parts: [Operand<'_>; 3],
+        output: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; 3]> {
+        let (storage, layout) = kept(&self.log_sums).storage_and_layout();
+        let results = Results {
+            output,
+            grad,
+            log_sums: Operand::new(&storage, layout, NAME)?,
+        };
+        let [query, key, value] = parts.each_ref();
+        let gradients = [
+            runner.allocate(query.dtype, query.len())?,
+            runner.allocate(key.dtype, key.len())?,
+            runner.allocate(value.dtype, value.len())?,
+        ];
+        let contiguous = |part: &Operand<'_>| Layout::contiguous(part.layout.shape());
+        let [dquery, dkey, dvalue] = &gradients;
+        launches::launch_backward(
+            runner,
+            self.attention,
+            &parts,
+            &results,
+            [
+                (dquery, contiguous(query)),
+                (dkey, contiguous(key)),
+                (dvalue, contiguous(value)),
+            ],
+        )?;
+        Ok(gradients)
+    }
 }
 
+/// Keeps what the backward needs.
+fn keep(runner: &Runner, place: &OnceLock<Tensor>, log_sums: Output, count: usize) -> Result<()> {
+    // Each operation runs once, so nothing has been set before.
+    let _ = place.set(runner.tensor(log_sums, count)?);
+    Ok(())
+}
+
+/// Returns what the forward has kept.
+fn kept(place: &OnceLock<Tensor>) -> &Tensor {
+    place
+        .get()
+        .expect("candle runs a backward of what it has run the forward of")
+}
+
+/// The attention of queries, keys and values in one tensor.
 struct PackedAttention {
     heads: usize,
     attention: Attention,
+    /// The same as in [`HeadAttention`].
+    log_sums: OnceLock<Tensor>,
 }
 
 impl Operation<1> for PackedAttention {
@@ -194,22 +296,61 @@ impl Operation<1> for PackedAttention {
         let dqkv = interleave_heads::<T>(&parts, self.heads, time, width);
         Ok([tensor(dqkv, qkv.dims())?])
     }
+
+    fn launch_forward(&self, runner: &Runner, [qkv]: [Operand<'_>; 1]) -> Result<(Output, Shape)> {
+        let (batch, time, packed) = qkv.layout.shape().dims3()?;
+        let parts = [0, 1, 2].map(|part| qkv.with_layout(self.part(&qkv.layout, 3, part)));
+        let output = Layout::contiguous((batch, time, packed / 3));
+        let heads_of_output = self.part(&output, 1, 0);
+        let (y, log_sums) =
+            launches::launch_forward(runner, self.attention, &parts, &heads_of_output)?;
+        keep(runner, &self.log_sums, log_sums, batch * self.heads * time)?;
+        Ok((y, output.shape().clone()))
+    }
+
+    fn launch_backward(
+        &self,
+        runner: &Runner,
+        [qkv]: [Operand<'_>; 1],
+        output: Operand<'_>,
+        grad: Operand<'_>,
+    ) -> Result<[Output; 1]> {
+        let (storage, layout) = kept(&self.log_sums).storage_and_layout();
+        let results = Results {
+            output: output.with_layout(self.part(&output.layout, 1, 0)),
+            grad: grad.with_layout(self.part(&grad.layout, 1, 0)),
+            log_sums: Operand::new(&storage, layout, NAME)?,
+        };
+        let parts = [0, 1, 2].map(|part| qkv.with_layout(self.part(&qkv.layout, 3, part)));
+        let dqkv = runner.allocate(qkv.dtype, qkv.len())?;
+        let contiguous = Layout::contiguous(qkv.layout.shape());
+        let gradients = [0, 1, 2].map(|part| (&dqkv, self.part(&contiguous, 3, part)));
+        launches::launch_backward(runner, self.attention, &parts, &results, gradients)?;
+        Ok([dqkv])
+    }
 }
 
 impl PackedAttention {
+    /// Returns the heads `[batch, heads, time, width]` of one of `parts` parts of a contiguous
+    /// layout `[batch, time, parts * heads * width]`.
+    fn part(&self, layout: &Layout, parts: usize, part: usize) -> Layout {
+        let dims = layout.dims();
+        let (batch, time, packed) = (dims[0], dims[1], dims[2]);
+        let width = packed / parts / self.heads;
+        Layout::new(
+            (batch, self.heads, time, width).into(),
+            vec![time * packed, width, packed, 1],
+            layout.start_offset() + part * self.heads * width,
+        )
+    }
+
     /// Returns the heads of queries, keys and values `[batch, time, 3, heads, width]`.
     fn unpack_heads<'a>(&self, storage: &'a CpuStorage, layout: &Layout) -> Result<Heads<'a>> {
-        let (batch, time, packed) = layout.shape().dims3()?;
-        let width = packed / 3 / self.heads;
-        let start = contiguous(layout, NAME)?.start;
+        contiguous(layout, NAME)?;
         // All three are interleaved in the one storage, so each has its own start there.
         let [query, key, value] = [0, 1, 2].map(|part| View {
             storage: Cow::Borrowed(storage),
-            layout: Layout::new(
-                (batch, self.heads, time, width).into(),
-                vec![time * packed, width, packed, 1],
-                start + part * self.heads * width,
-            ),
+            layout: self.part(layout, 3, part),
         });
         Ok(Heads {
             query,

@@ -4,6 +4,7 @@
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::{assert_close, run};
+use crate::kernels::host::with_kernels;
 use crate::{attention, cross_entropy, norm, rope, softmax};
 
 /// Returns numbers that need no random generator, from -2 to 2.
@@ -53,11 +54,11 @@ fn compare(
         .enumerate()
         .map(|(seed, shape)| values(shape, seed))
         .collect();
-    for (dtype, tolerance) in [
-        (DType::F64, 1e-11),
-        (DType::F32, 1e-5),
-        (DType::F16, 1e-2),
-        (DType::BF16, 5e-2),
+    for (dtype, tolerance, layout_for_kernels) in [
+        (DType::F64, 1e-11, 0),
+        (DType::F32, 1e-5, 1),
+        (DType::F16, 1e-2, 2),
+        (DType::BF16, 5e-2, 3),
     ] {
         let rounded: Vec<Tensor> = inputs
             .iter()
@@ -95,17 +96,28 @@ fn compare(
                         .collect::<Result<Vec<_>>>()?,
                 )
             };
-            let what = format!("{shapes:?}, {dtype:?}, layout {layout}");
-            let (found, gradients) = run(&operation, &rounded, &weight).unwrap();
-            assert_close(&what, &found, &expected, tolerance);
-            for (index, (found, expected)) in gradients.iter().zip(&expected_gradients).enumerate()
-            {
-                assert_close(
-                    &format!("{what}, gradient {index}"),
-                    found,
-                    expected,
-                    4.0 * tolerance,
-                );
+            let once = || run(&operation, &rounded, &weight).unwrap();
+            // Kernels on the CPU take long, so they get each dtype and each layout, but not all of
+            // both.
+            let by_kernels = (layout == layout_for_kernels || layout == 0 && dtype == DType::F32)
+                .then(|| with_kernels(once))
+                .flatten();
+            for (by, results) in [("loops", Some(once())), ("kernels", by_kernels)] {
+                let Some((found, gradients)) = results else {
+                    continue;
+                };
+                let what = format!("{shapes:?}, {dtype:?}, layout {layout}, by {by}");
+                assert_close(&what, &found, &expected, tolerance);
+                for (index, (found, expected)) in
+                    gradients.iter().zip(&expected_gradients).enumerate()
+                {
+                    assert_close(
+                        &format!("{what}, gradient {index}"),
+                        found,
+                        expected,
+                        4.0 * tolerance,
+                    );
+                }
             }
         }
     }
@@ -130,7 +142,17 @@ fn arrange(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
 
 #[test]
 fn softmax_equals_the_composed_one() {
-    for shape in [&[2, 3, 5][..], &[70, 300], &[4, 1], &[1], &[33]] {
+    // The wide rows have blocks of 128, 256 and 1024 threads on a GPU.
+    for shape in [
+        &[2, 3, 5][..],
+        &[70, 300],
+        &[4, 1],
+        &[1],
+        &[33],
+        &[3, 1000],
+        &[2, 3001],
+        &[1, 17_000],
+    ] {
         compare(
             &[shape],
             |x| crate::softmax_last_dim(&x[0]),
@@ -146,6 +168,10 @@ fn norms_equal_the_composed_ones() {
         (&[130, 200], 200),
         (&[16], 16),
         (&[3, 3], 3),
+        // Several warps of a GPU have a row, and the last row does not fit into their registers.
+        (&[9, 264], 264),
+        (&[5, 1032], 1032),
+        (&[3, 4104], 4104),
     ] {
         let shapes = [shape, &[width], &[width]];
         compare(
@@ -197,6 +223,9 @@ fn attention_equals_the_composed_one() {
         ([1, 2, 70, 8], 130, 3),
         ([1, 2, 130, 8], 70, 8),
         ([1, 1, 1, 1], 1, 1),
+        // Wide heads.
+        ([1, 1, 40, 100], 33, 128),
+        ([1, 1, 5, 136], 6, 8),
     ] {
         let [batch, heads, _, width] = query;
         let shapes = [
@@ -269,7 +298,7 @@ fn gelu_equals_the_composed_one() {
 
 #[test]
 fn cross_entropy_equals_the_composed_one() {
-    for (rows, classes) in [(4, 5), (90, 257), (1, 1), (1, 9)] {
+    for (rows, classes) in [(4, 5), (90, 257), (1, 1), (1, 9), (3, 5003)] {
         let targets: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
         let targets = Tensor::new(targets, &Device::Cpu).unwrap();
         for targets in [targets.clone(), targets.to_dtype(DType::I64).unwrap()] {
@@ -288,6 +317,7 @@ fn linear_equals_product_and_sum() {
     for (x, outputs) in [
         (&[2, 3, 4][..], 5),
         (&[40, 33], 65),
+        (&[70, 16], 264),
         (&[1, 1], 1),
         (&[7], 2),
     ] {

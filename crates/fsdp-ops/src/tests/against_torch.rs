@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use serde_json::Value;
 
-use super::{assert_close, run};
+use super::{assert_close, by_each_way, run};
 
 const FIXTURES: &str = include_str!("../../tests/fixtures/operations.json");
 
@@ -39,15 +39,18 @@ fn compare(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>) {
             .iter()
             .map(|input| input.to_dtype(dtype).unwrap())
             .collect();
-        let (found, found_gradients) = run(&operation, &inputs, &weight).unwrap();
-        assert_close(&format!("{name}, {dtype:?}"), &found, &output, tolerance);
-        for (index, (found, expected)) in found_gradients.iter().zip(&gradients).enumerate() {
-            assert_close(
-                &format!("{name}, {dtype:?}, gradient {index}"),
-                found,
-                expected,
-                4.0 * tolerance,
-            );
+        for (way, results) in by_each_way(|| run(&operation, &inputs, &weight).unwrap()) {
+            let (found, found_gradients) = results;
+            let what = format!("{name}, {dtype:?}, by {way}");
+            assert_close(&what, &found, &output, tolerance);
+            for (index, (found, expected)) in found_gradients.iter().zip(&gradients).enumerate() {
+                assert_close(
+                    &format!("{what}, gradient {index}"),
+                    found,
+                    expected,
+                    4.0 * tolerance,
+                );
+            }
         }
     }
 }

@@ -1,12 +1,16 @@
-//! Every operation against torch's values, and against the same operation composed of candle's own.
+//! Every operation against torch's values, and against the same operation composed of candle's own:
+//! computed by loops on the CPU, and by the CUDA kernels, which a C++ compiler has made for it.
 
 mod against_composed;
 mod against_torch;
 mod dropout;
+mod kernels;
 mod nothing;
 mod refusals;
 
 use candle_core::{DType, Result, Tensor, Var};
+
+use crate::kernels::host::with_kernels;
 
 /// Returns the output of an operation, and the gradients of its inputs for the sum of the output
 /// times `weight`. All are f64, whatever the operation was computed in.
@@ -30,6 +34,14 @@ fn run(
         output.to_dtype(DType::F64)?,
         vars.iter().map(gradient).collect::<Result<_>>()?,
     ))
+}
+
+/// Runs code with operations that are computed by loops and, where there are kernels for the CPU,
+/// by these too. Returns the results, each with the name of the way.
+fn by_each_way<R>(code: impl Fn() -> R) -> Vec<(&'static str, R)> {
+    let mut results = vec![("loops", code())];
+    results.extend(with_kernels(code).map(|result| ("kernels", result)));
+    results
 }
 
 /// Fails unless all values are within `tolerance` of the expected ones, relative to the largest.

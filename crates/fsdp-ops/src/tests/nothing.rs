@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::run;
+use super::{by_each_way, run};
 
 /// Returns zeros of a shape.
 fn zeros(shape: &[usize], dtype: DType) -> Tensor {
@@ -21,15 +21,19 @@ fn check(
 ) {
     for dtype in [DType::F32, DType::BF16] {
         let inputs: Vec<Tensor> = inputs.iter().map(|shape| zeros(shape, dtype)).collect();
-        let (found, gradients) = run(&operation, &inputs, &zeros(output, dtype)).unwrap();
-        assert_eq!(found.dims(), output, "{name}");
-        for (gradient, input) in gradients.iter().zip(&inputs) {
-            assert_eq!(gradient.dims(), input.dims(), "{name}");
-            let values = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
-            assert!(
-                values.iter().all(|value| *value == 0.0),
-                "{name}: {values:?}"
-            );
+        let weight = zeros(output, dtype);
+        for (way, results) in by_each_way(|| run(&operation, &inputs, &weight).unwrap()) {
+            let (found, gradients) = results;
+            let what = format!("{name}, {dtype:?}, by {way}");
+            assert_eq!(found.dims(), output, "{what}");
+            for (gradient, input) in gradients.iter().zip(&inputs) {
+                assert_eq!(gradient.dims(), input.dims(), "{what}");
+                let values = gradient.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+                assert!(
+                    values.iter().all(|value| *value == 0.0),
+                    "{what}: {values:?}"
+                );
+            }
         }
     }
 }
