@@ -53,12 +53,15 @@ enum Found {
 }
 
 /// The features of all code for GPUs.
-const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-comm/nccl";
+const FEATURES: &str =
+    "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-ops/cuda,fsdp-comm/nccl";
 
 /// The packages with tests for GPUs, and the names of those tests.
-const PACKAGES: [&str; 8] = [
+const PACKAGES: [&str; 10] = [
     "--package",
     "fsdp-flat",
+    "--package",
+    "fsdp-ops",
     "--package",
     "fsdp-checkpoint",
     "--package",
@@ -125,7 +128,7 @@ fn test(root: &Path) -> Result<()> {
         "--test",
         "gpu",
     ];
-    cargo(root, &[&all[..], &PACKAGES[..6], &one_by_one].concat(), &[])
+    cargo(root, &[&all[..], &PACKAGES[..8], &one_by_one].concat(), &[])
 }
 
 /// Returns the directory for clippy, and for builds with the stand-in for CUDA's compiler.

@@ -10,6 +10,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::{Arc, Mutex};
 
 use crate::handles::{Handle, Handles, lock};
+use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
 use crate::machine::{
     self, STREAMS, count_copy, current, devices, elements, push, push_marker, say, stream,
@@ -21,6 +22,8 @@ use crate::queue::{Marker, Work};
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
+/// The attribute that says how much shared memory a block may have.
+const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
 /// The flag of a stream that does not wait for the default stream.
 const NON_BLOCKING: c_uint = 1;
 /// The alignment of pinned memory.
@@ -82,8 +85,9 @@ unsafe extern "C" fn cuDeviceGetAttribute(
 ) -> Code {
     let found = match attribute {
         MEMORY_POOLS_SUPPORTED => 1,
-        COMPUTE_CAPABILITY_MAJOR => 9,
-        COMPUTE_CAPABILITY_MINOR => 0,
+        COMPUTE_CAPABILITY_MAJOR => machine::capability() / 10,
+        COMPUTE_CAPABILITY_MINOR => machine::capability() % 10,
+        MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => MOST_SHARED_BYTES as c_int,
         _ => {
             say(&format!("attribute {attribute} of a GPU is not known"));
             return code::NOT_SUPPORTED;

@@ -12,7 +12,10 @@
 //!   these are not numbers.
 //! - Every access is checked against the allocation that it belongs to.
 //! - Every stream has a thread, so work that does not wait for other work overtakes it.
-//! - A kernel runs only if candle has one of that name.
+//! - A kernel of candle's runs only if candle has one of that name.
+//!
+//! The kernels of `fsdp-ops` run from their own sources, which the stand-in for CUDA's compiler has
+//! compiled for the host.
 //!
 //! It counts copies and waits of the host, and waits of streams: see the functions whose names
 //! begin with `cudaStandIn`.
@@ -23,6 +26,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `CUDA_STAND_IN_DEVICES` | The number of GPUs; 1 if it is not set |
+//! | `CUDA_STAND_IN_CAPABILITY` | The compute capability of each GPU, such as 75; 90 if it is not set |
 //! | `CUDA_STAND_IN_MEMORY` | The bytes of each GPU's memory; 1 GiB if it is not set |
 //! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each piece of work; 0 if it is not set |
 //! | `CUDA_STAND_IN_LINK_US` | The microseconds that a call of NCCL's takes; 0 if it is not set |
@@ -33,6 +37,7 @@ mod blas;
 mod driver;
 mod handles;
 mod kernels;
+mod libraries;
 mod machine;
 mod memory;
 mod modules;

@@ -178,6 +178,11 @@ fn delay() -> Duration {
     *DELAY.get_or_init(|| Duration::from_micros(number("CUDA_STAND_IN_DELAY_US").unwrap_or(0)))
 }
 
+/// Returns ten times the compute capability of each GPU.
+pub(crate) fn capability() -> i32 {
+    number("CUDA_STAND_IN_CAPABILITY").map_or(90, |capability| capability as i32)
+}
+
 /// Returns the GPUs that this process sees.
 pub(crate) fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();

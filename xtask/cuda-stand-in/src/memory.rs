@@ -87,11 +87,13 @@ impl Memory {
         }
         blocks.used.insert(offset, bytes);
         drop(blocks);
-        self.poison(offset, bytes);
+        // What is behind the bytes that were asked for shows, once they are freed, whether somebody
+        // has written there.
+        self.poison(offset, needed);
         Some(self.start + offset)
     }
 
-    /// Fills an allocation that nobody may use now.
+    /// Fills memory that nobody may use now.
     fn poison(&self, offset: u64, bytes: u64) {
         // SAFETY: these bytes are within the map.
         unsafe {
@@ -117,6 +119,17 @@ impl Memory {
             .remove(&offset)
             .ok_or_else(|| format!("{address:#x} is freed, and was not allocated"))?;
         let mut len = bytes.next_multiple_of(ALIGNMENT);
+        // Kernels of libraries are not checked while they run.
+        let rest = (offset + bytes) as usize..(offset + len) as usize;
+        // SAFETY: these bytes are within the map, and belong to this allocation.
+        if rest
+            .clone()
+            .any(|at| unsafe { self.base.add(at).read() } != POISON)
+        {
+            return Err(format!(
+                "{address:#x} has been written behind its {bytes} bytes"
+            ));
+        }
         // Whoever still uses it finds no values there.
         self.poison(offset, bytes);
         // Join it with the free parts on both sides.
@@ -186,6 +199,11 @@ impl<T: Copy> Elements<T> {
         }
     }
 
+    /// Returns where the first element is on the host.
+    pub(crate) const fn as_ptr(&self) -> *mut T {
+        self.first
+    }
+
     #[track_caller]
     pub(crate) fn get(&self, index: usize) -> T {
         assert!(
@@ -251,6 +269,21 @@ mod tests {
         assert!(memory.elements::<u8>(first).is_err() && memory.free(first).is_err());
         memory.free(second).unwrap();
         assert_eq!(memory.allocate(4096), Some(first));
+    }
+
+    #[test]
+    fn what_is_written_behind_an_allocation_is_found_when_it_is_freed() {
+        let memory = Memory::new(0, 4096).unwrap();
+        let address = memory.allocate(20).unwrap();
+        let first = memory.elements::<u8>(address).unwrap().as_ptr();
+        // SAFETY: within the memory, though behind the allocation, as a kernel may write.
+        unsafe { first.add(20).write(0) };
+        assert!(
+            memory
+                .free(address)
+                .unwrap_err()
+                .contains("behind its 20 bytes")
+        );
     }
 
     #[test]
