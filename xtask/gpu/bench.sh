@@ -216,7 +216,7 @@ kernels() {
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "there is no nvidia-smi here"
-"$here/fsdp" --version 2>&1 || fail "fsdp does not start"
+"$here/fsdp" --version 2>&1 || { fail "all: \`fsdp\` does not start"; exit 1; }
 (($#)) || set -- tests steps saves ranks kernels
 for part; do
   case $part in

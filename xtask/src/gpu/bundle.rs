@@ -208,7 +208,7 @@ mod tests {
         assert!(!is_success);
 
         let programs = [
-            ("fsdp", "echo it breaks; exit 3"),
+            ("fsdp", "[ $1 = --version ] || { echo it breaks; exit 3; }"),
             ("fsdp-a-cuda", "echo 'test result: ok'"),
             ("fsdp-b-gpu", "echo 'test result: FAILED'; exit 101"),
         ];
