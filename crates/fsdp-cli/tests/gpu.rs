@@ -11,6 +11,7 @@ use std::path::Path;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use common::{fsdp, program};
 use metrics::losses;
+use serde::Deserialize;
 use tempfile::TempDir;
 
 const SMALL: [&str; 12] = [
@@ -247,6 +248,87 @@ fn weights_of_gpus_go_to_three_cpus_and_back_bit_for_bit() {
     fsdp(&["diff", &step(3), &step(5), "--full"])
         .assert()
         .code(17);
+}
+
+/// What one step asks of a GPU, counted by the stand-in.
+#[derive(Debug, Deserialize)]
+struct Counts {
+    kernels: u64,
+    memsets: u64,
+    allocations: u64,
+    events: u64,
+    copies_up: u64,
+    copies_down: u64,
+    host_waits: u64,
+}
+
+impl Counts {
+    /// Returns `true` if no count is larger than that of `most`.
+    fn is_at_most(&self, most: &Counts) -> bool {
+        self.kernels <= most.kernels
+            && self.memsets <= most.memsets
+            && self.allocations <= most.allocations
+            && self.events <= most.events
+            && self.copies_up <= most.copies_up
+            && self.copies_down <= most.copies_down
+            && self.host_waits <= most.host_waits
+    }
+}
+
+/// Returns what a run of so many steps asks of its GPU; `None` on a real one, which does not count.
+fn counts_of_run(steps: u64, arguments: &[&str]) -> Option<Counts> {
+    std::env::var_os("CUDA_STAND_IN_DEVICES")?;
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("counts");
+    let out = dir.path().join("run");
+    fsdp(&["train", "--device", "cuda", "--out", out.to_str().unwrap()])
+        .args(["--steps", &steps.to_string(), "--sample", "0"])
+        .args(arguments)
+        .env("CUDA_STAND_IN_COUNTS", &file)
+        .assert()
+        .success();
+    Some(serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap())
+}
+
+/// Returns what the third step of a run asks of its GPU. Both runs end with a save.
+fn counts_of_step(arguments: &[&str]) -> Option<Counts> {
+    let (two, three) = (counts_of_run(2, arguments)?, counts_of_run(3, arguments)?);
+    Some(Counts {
+        kernels: three.kernels - two.kernels,
+        memsets: three.memsets - two.memsets,
+        allocations: three.allocations - two.allocations,
+        events: three.events - two.events,
+        copies_up: three.copies_up - two.copies_up,
+        copies_down: three.copies_down - two.copies_down,
+        host_waits: three.host_waits - two.host_waits,
+    })
+}
+
+const TWELVE_BLOCKS: [&str; 10] = [
+    "--layers", "12", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "2",
+];
+
+/// The time of a step is partly that of the calls of the host.
+#[test]
+fn a_step_asks_little_of_the_gpu() {
+    let bf16 = [
+        &TWELVE_BLOCKS[..],
+        &["--mixed-precision", "bf16", "--clip-grad-norm", "0.5"],
+    ]
+    .concat();
+    let Some(counts) = counts_of_step(&bf16) else {
+        return;
+    };
+    let most = Counts {
+        kernels: 5_837,
+        memsets: 1_256,
+        allocations: 7_484,
+        events: 0,
+        copies_up: 748,
+        copies_down: 14,
+        host_waits: 14,
+    };
+    assert!(counts.is_at_most(&most), "{counts:?} is more than {most:?}");
 }
 
 /// The stand-in for a GPU can be given too little memory for the model.

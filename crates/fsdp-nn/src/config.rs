@@ -47,6 +47,11 @@ pub struct FsdpConfig {
     /// shard to the device, each reduction copies its part of the gradient back, and optimizers
     /// step on the host. It has no effect if `device` is the CPU.
     pub cpu_offload: bool,
+    /// `true` if products of `f32` matrices on GPUs may round their factors to TF32, 10 bits of
+    /// mantissa, which makes them several times as fast: torch's
+    /// `torch.backends.cuda.matmul.allow_tf32`, which is `false` by default too. As in torch the
+    /// setting is the process's: the last model that was built on a GPU has set it for all.
+    pub allow_tf32: bool,
     /// The moment at which a backward begins to gather its next unit; `None` (the default) to
     /// gather each unit only when the backward needs it. With prefetching, gradients of a unit are
     /// also reduced while the backward continues, so the gradients of one more unit are in memory.
@@ -89,6 +94,7 @@ impl Default for FsdpConfig {
             mixed_precision: MixedPrecision::default(),
             device: Device::Cpu,
             cpu_offload: false,
+            allow_tf32: false,
             backward_prefetch: None,
             forward_prefetch: false,
             limit_all_gathers: true,
@@ -115,6 +121,7 @@ impl fmt::Debug for FsdpConfig {
             .field("dtype", &self.dtype)
             .field("mixed_precision", &self.mixed_precision)
             .field("cpu_offload", &self.cpu_offload)
+            .field("allow_tf32", &self.allow_tf32)
             .field("backward_prefetch", &self.backward_prefetch)
             .field("forward_prefetch", &self.forward_prefetch)
             .field("limit_all_gathers", &self.limit_all_gathers)

@@ -10,6 +10,7 @@ use std::sync::Mutex;
 
 use half::{bf16, f16};
 
+use crate::counts::{Counted, count};
 use crate::handles::{Handle, Handles, lock};
 use crate::kernels::Element;
 use crate::machine::{elements, push, say};
@@ -146,6 +147,7 @@ fn multiply<T: Element>(product: &Product) -> Result<(), String> {
 
 /// Begins products on the stream of a handle.
 fn begin(handle: Handle, dtype: c_int, product: Product) -> Code {
+    count(Counted::Kernels);
     let Some(stream) = HANDLES.get(handle) else {
         return NOT_INITIALIZED;
     };

@@ -9,6 +9,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::{Arc, Mutex};
 
+use crate::counts::{self, Counted, count};
 use crate::handles::{Handle, Handles, lock};
 use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
@@ -55,6 +56,7 @@ fn explain(error: String) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuInit(_flags: c_uint) -> Code {
+    counts::write_at_exit();
     if devices().is_empty() {
         code::NO_DEVICE
     } else {
@@ -169,12 +171,14 @@ unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> C
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(made: *mut Address, bytes: usize, on: Handle) -> Code {
+    count(Counted::Allocations);
     // SAFETY: the caller's pointer.
     answer(stream(on).and_then(|(device, _)| unsafe { give(made, device.allocate(bytes as u64)?) }))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(made: *mut Address, bytes: usize) -> Code {
+    count(Counted::Allocations);
     // SAFETY: the caller's pointer.
     answer(current().and_then(|device| unsafe { give(made, device.allocate(bytes as u64)?) }))
 }
@@ -202,6 +206,33 @@ extern "C" fn cuMemFree_v2(address: Address) -> Code {
         device.synchronize();
         device.memory.free(address).map_err(explain)
     }))
+}
+
+/// The attribute of a pool: the bytes that it keeps when the host waits for a stream.
+const RELEASE_THRESHOLD: c_int = 4;
+
+/// Returns the handle of a GPU's pool of memory.
+const fn pool(ordinal: c_int) -> Handle {
+    std::ptr::without_provenance_mut(0x2000 + ordinal as usize)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetDefaultMemPool(found: *mut Handle, device: c_int) -> Code {
+    if usize::try_from(device).is_ok_and(|ordinal| ordinal < devices().len()) {
+        // SAFETY: the caller's pointer.
+        return answer(unsafe { give(found, pool(device)) });
+    }
+    code::INVALID_DEVICE
+}
+
+/// Takes a setting of a pool, and ignores it: memory that is freed costs nothing here.
+#[unsafe(no_mangle)]
+extern "C" fn cuMemPoolSetAttribute(chosen: Handle, attribute: c_int, value: *const u64) -> Code {
+    let is_pool = (0..devices().len()).any(|ordinal| pool(ordinal as c_int) == chosen);
+    if !is_pool || attribute != RELEASE_THRESHOLD || value.is_null() {
+        return code::INVALID_VALUE;
+    }
+    code::SUCCESS
 }
 
 #[unsafe(no_mangle)]
@@ -277,6 +308,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     }
     answer(check(from, to, bytes).and_then(|()| {
         count_copy(bytes);
+        count(Counted::CopiesUp);
         let host = Host(from.cast_mut().cast());
         let work: Work = if machine::is_pinned(from.addr(), bytes) {
             // Read only when the stream gets there: who changes pinned memory too early gets wrong
@@ -303,6 +335,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     }
     answer(check(to, from, bytes).and_then(|()| {
         count_copy(bytes);
+        count(Counted::CopiesDown);
         let host = Host(to.cast());
         let is_pinned = machine::is_pinned(to.addr(), bytes);
         let copied = push(
@@ -355,6 +388,7 @@ extern "C" fn cuMemcpyPeerAsync(
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemsetD8Async(to: Address, value: c_uchar, bytes: usize, on: Handle) -> Code {
+    count(Counted::Memsets);
     let set = push(
         on,
         Box::new(move || elements::<u8>(to)?.fill_from(&vec![value; bytes])),
@@ -406,6 +440,7 @@ fn event(handle: Handle) -> Result<Arc<Mutex<Marker>>, Code> {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventCreate(made: *mut Handle, _flags: c_uint) -> Code {
+    count(Counted::Events);
     let handle = EVENTS.add(Arc::new(Mutex::new(Marker::reached())));
     // SAFETY: the caller's pointer.
     answer(current().and_then(|_| unsafe { give(made, handle) }))

@@ -17,7 +17,7 @@
 //! The kernels of `fsdp-ops` run from their own sources, which the stand-in for CUDA's compiler has
 //! compiled for the host.
 //!
-//! It counts copies and waits of the host, and waits of streams: see the functions whose names
+//! It counts what programs ask of it: see `CUDA_STAND_IN_COUNTS`, and the functions whose names
 //! begin with `cudaStandIn`.
 //!
 //! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are
@@ -31,9 +31,11 @@
 //! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each piece of work; 0 if it is not set |
 //! | `CUDA_STAND_IN_LINK_US` | The microseconds that a call of NCCL's takes; 0 if it is not set |
 //! | `CUDA_STAND_IN_LINK_BYTES_PER_SECOND` | How fast calls of NCCL's move bytes between ranks; as fast as they can if it is not set |
+//! | `CUDA_STAND_IN_COUNTS` | The file to which each process adds a line with its counts when it ends |
 //! | `CUDA_STAND_IN_DIRECTORY` | The directory through which ranks exchange messages of NCCL; else the system's for temporary files |
 
 mod blas;
+mod counts;
 mod driver;
 mod handles;
 mod kernels;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use libloading::Library;
 
+use crate::counts::{Counted, count};
 use crate::driver::{answer, give};
 use crate::handles::{Handle, Handles};
 use crate::kernels::{self, Arguments, Grid, Kernel};
@@ -207,6 +208,7 @@ unsafe extern "C" fn cuLaunchKernel(
             work
         }
     };
+    count(Counted::Kernels);
     let launched = push(
         on,
         Box::new(move || carry_out(work).map_err(|error| format!("`{name}`: {error}"))),

@@ -276,6 +276,9 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = SHARDING, long,
           value_parser = choice_parser(["bf16", "f16"], |name| name.parse::<DType>().ok()))]
     pub(super) mixed_precision: Option<DType>,
+    /// Let GPUs round the factors of f32 matrix products to TF32: faster, less exact
+    #[arg(help_heading = SHARDING, long)]
+    pub(super) allow_tf32: bool,
     /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
     #[arg(help_heading = SHARDING, long)]
     pub(super) cpu_offload: bool,
@@ -346,6 +349,7 @@ impl TrainArguments {
             self.use_orig_params,
             self.flat,
             self.mixed_precision,
+            self.allow_tf32,
             self.cpu_offload,
             self.activation_checkpointing,
         );

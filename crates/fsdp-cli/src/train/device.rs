@@ -41,7 +41,12 @@ impl DeviceName {
 /// # Errors
 /// The GPU cannot be used.
 pub(super) fn open_gpu(local_rank: usize) -> Result<Device> {
-    Ok(Device::new_cuda(local_rank % gpu_count()?)?)
+    let ordinal = local_rank % gpu_count()?;
+    #[cfg(feature = "cuda")]
+    let device = fsdp::flat::storage::cuda::open(ordinal)?;
+    #[cfg(not(feature = "cuda"))]
+    let device = Device::new_cuda(ordinal)?;
+    Ok(device)
 }
 
 /// Returns the number of GPUs that this process sees, which is not 0.

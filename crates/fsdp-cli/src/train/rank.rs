@@ -96,6 +96,7 @@ impl Job<'_> {
                 reduce: self.arguments.mixed_precision.map(|_| DType::F32),
                 ..MixedPrecision::default()
             },
+            allow_tf32: self.arguments.allow_tf32,
             cpu_offload: self.arguments.cpu_offload,
             backward_prefetch: self.arguments.backward_prefetch.library_option(),
             forward_prefetch: self.arguments.forward_prefetch,

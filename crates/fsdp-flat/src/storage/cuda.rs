@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError,
+    CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
-use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use float8::F8E4M3;
 use half::{bf16, f16};
 
@@ -25,6 +25,47 @@ const STAGED_FROM_BYTES: usize = 1 << 20;
 /// Returns candle's error for one of the driver's.
 fn cuda_error(error: DriverError) -> FlatError {
     FlatError::Candle(candle_core::Error::wrap(error))
+}
+
+/// Opens the GPU with this CUDA ordinal for training. candle's `Device::new_cuda` opens it too, and
+/// then a step takes longer on the host:
+///
+/// - The device has one stream, in which the work of all threads is done in the order in which they
+///   queue it. `new_cuda` gives each thread a stream, and nothing orders those.
+/// - So no event has to be made for memory, of which candle makes two for each tensor. Streams that
+///   others add, such as NCCL's, are ordered by events of their own.
+/// - Memory that is freed stays with the process for later tensors. Otherwise CUDA gives it back to
+///   the system at each wait of the host, and takes it anew. Other processes on the GPU cannot have
+///   it meanwhile.
+///
+/// # Errors
+/// CUDA's: there is no such GPU.
+pub fn open(ordinal: usize) -> Result<Device, FlatError> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    if let Device::Cuda(cuda_device) = &device {
+        // SAFETY: all that candle does with this device's memory is in its one stream. Code of this
+        // project that uses another stream makes it wait for that one, and that one for it.
+        unsafe { cuda_device.disable_event_tracking() };
+        keep_freed_memory(cuda_device.cuda_stream().context()).map_err(cuda_error)?;
+    }
+    Ok(device)
+}
+
+/// Lets the GPU's pool keep all memory that is freed, if memory comes from a pool.
+fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is open, and this attribute is a number of 64 bits.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        result::mem_pool::set_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut threshold).cast(),
+        )
+    }
 }
 
 macro_rules! slices {

@@ -166,6 +166,7 @@ pub(crate) fn describe_model(
         format!("use_orig_params {}", config.use_orig_params),
         format!("the seed {}", config.seed),
         format!("cpu_offload {}", config.cpu_offload),
+        format!("allow_tf32 {}", config.allow_tf32),
         format!(
             "backward_prefetch {:?}, forward_prefetch {}, limit_all_gathers {}",
             config.backward_prefetch, config.forward_prefetch, config.limit_all_gathers

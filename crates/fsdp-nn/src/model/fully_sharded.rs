@@ -110,6 +110,9 @@ impl<M> FullyShardedDataParallel<M> {
         shapes: Option<HashMap<String, Vec<usize>>>,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        if config.device.is_cuda() {
+            candle_core::cuda::set_gemm_reduced_precision_f32(config.allow_tf32);
+        }
         // The model's code takes the builder for one of candle's. What it requests is recorded.
         let registry = Arc::new(Mutex::new(Registry::new(config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
