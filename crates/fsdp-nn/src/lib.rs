@@ -48,7 +48,7 @@ pub use optimizer::{Optimizer, ParamGroup};
 pub use train::sampler::ShardedSampler;
 pub use train::schedule::{Decay, Schedule};
 pub use train::{
-    AveragedModel, ClipOptions, GradNorm, GradScaler, GradScalerOptions, OnNonFinite, sampler,
-    schedule,
+    AveragedModel, ClipOptions, FinishOptions, FinishedStep, GradNorm, GradScaler,
+    GradScalerOptions, OnNonFinite, sampler, schedule,
 };
 pub use unit::{Recomputed, Unit, UnitOutput, recompute};

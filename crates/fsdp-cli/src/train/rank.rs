@@ -9,12 +9,15 @@ use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
 use crate::memory;
 use anyhow::{Context as _, Result};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::formats::digest::Digest;
 use fsdp::formats::lineage::DataPosition;
 use fsdp::layout::{ErrorKind, Failure, count_text};
-use fsdp::nn::{GradScalerOptions, MixedPrecision, NnError};
+use fsdp::nn::{
+    ClipOptions, FinishOptions, FinishedStep, GradScalerOptions, MixedPrecision, NnError,
+    OnNonFinite,
+};
 use fsdp::prelude::*;
 use fsdp::state::StateError;
 use serde_json::json;
@@ -96,8 +99,8 @@ impl Job<'_> {
                 reduce: self.arguments.mixed_precision.map(|_| DType::F32),
                 ..MixedPrecision::default()
             },
-            allow_tf32: self.arguments.allow_tf32,
             cpu_offload: self.arguments.cpu_offload,
+            allow_tf32: self.arguments.allow_tf32,
             backward_prefetch: self.arguments.backward_prefetch.library_option(),
             forward_prefetch: self.arguments.forward_prefetch,
             limit_all_gathers: self.arguments.limit_all_gathers,
@@ -344,43 +347,29 @@ impl Rank<'_> {
         // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last
         // part only.
         let last_part = self.job.batches.accumulation - 1;
-        let mut loss = 0.0;
+        let mut losses = Vec::with_capacity(last_part + 1);
         for part in 0..last_part {
-            loss += self.run.model.no_sync(|_| self.backward(step, part))?;
+            losses.push(self.run.model.no_sync(|_| self.backward(step, part))?);
         }
-        loss += self.backward(step, last_part)?;
-        let grad_norm = self.update(step)?;
-        let parameters = self.run.model.parameters();
-        parameters.zero_grad();
-        let group = self.run.model.group();
-        // A signal may reach only some ranks, or one rank later than another. All ranks must stop
-        // after the same step, so each sends whether it has received one, together with its loss
-        // and its memory.
-        let own_numbers = [
-            loss.to_bits(),
-            u64::from(self.job.stop.signal().is_some()),
-            parameters.parameter_bytes() as u64,
-            parameters.peak_parameter_bytes() as u64,
-        ];
-        let mut all_numbers = vec![0; own_numbers.len() * group.world_size()];
-        group.all_gather_into(&mut all_numbers, &own_numbers)?;
-        // Each rank has sent the four numbers of `own_numbers`, one after the other.
-        let [losses, mut signals, bytes, peak_bytes] = [0, 1, 2, 3].map(|position| {
-            all_numbers
+        losses.push(self.backward(step, last_part)?);
+        let finished = self.update(step, &losses)?;
+        // Each rank has sent the three numbers that `update` lists.
+        let [mut signals, bytes, peak_bytes] = [0, 1, 2].map(|position| {
+            finished
+                .numbers
                 .iter()
-                .skip(position)
-                .step_by(own_numbers.len())
-                .copied()
+                .map(move |numbers| numbers[position])
         });
         let seconds = start.elapsed().as_secs_f64();
         let Batches { batch, seq, .. } = self.job.batches;
+        let rank_count = finished.losses.len();
         let metrics = StepMetrics {
             step,
             time: now(),
-            loss: losses.map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
+            loss: finished.losses.iter().sum::<f64>() / rank_count as f64,
             lr: self.job.settings.lr * self.job.settings.schedule.factor(step),
-            grad_norm,
-            skipped: grad_norm.is_none(),
+            grad_norm: (!finished.is_skipped).then_some(finished.grad_norm),
+            skipped: finished.is_skipped,
             tokens_per_s: (batch * seq) as f64 / seconds,
             parameter_bytes: bytes.collect(),
             peak_parameter_bytes: peak_bytes.collect(),
@@ -391,42 +380,46 @@ impl Rank<'_> {
 
     /// Updates the parameters, at the learning rate of the step. The update is skipped if the
     /// gradients are not finite and there is a loss scale, or `--nonfinite` is `skip`.
-    ///
-    /// Returns the norm of all gradients before they were clipped; `None` if the update was
-    /// skipped.
-    fn update(&mut self, step: u64) -> Result<Option<f64>> {
+    fn update(&mut self, step: u64, losses: &[Tensor]) -> Result<FinishedStep> {
         for optimizer in &mut self.run.optimizers {
             self.job.settings.schedule.apply(optimizer, step)?;
         }
         let parameters = self.run.model.parameters();
-        if let Some(scaler) = &mut self.run.scaler
-            && !scaler.unscale(parameters)?
-        {
-            // The scale was too large, so it becomes smaller. All ranks have the same result, so
-            // all skip the step.
-            scaler.update()?;
-            return Ok(None);
-        }
-        let norm = match self.job.arguments.clip_grad_norm {
-            Some(limit) => parameters.clip_grad_norm(limit),
-            None => parameters.finite_grad_norm(),
+        // What stays in memory between steps is without gathered parameters.
+        parameters.reshard()?;
+        // A signal may reach only some ranks, or one rank later than another. All ranks must stop
+        // after the same step, so each sends whether it has received one, together with its loss
+        // and its memory.
+        let numbers = [
+            u64::from(self.job.stop.signal().is_some()),
+            parameters.parameter_bytes() as u64,
+            parameters.peak_parameter_bytes() as u64,
+        ];
+        let arguments = self.job.arguments;
+        let options = FinishOptions {
+            max_norm: arguments.clip_grad_norm.unwrap_or(f64::INFINITY),
+            clip: ClipOptions {
+                on_non_finite: match arguments.nonfinite {
+                    NonFinite::Error => OnNonFinite::Error,
+                    NonFinite::Skip => OnNonFinite::Skip,
+                },
+                ..ClipOptions::default()
+            },
+            losses,
+            numbers: &numbers,
         };
-        let skips_nonfinite = self.job.arguments.nonfinite == NonFinite::Skip;
-        if matches!(norm, Err(NnError::NonFiniteGradients { .. })) && skips_nonfinite {
-            // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
-            return Ok(None);
+        let scaler = self.run.scaler.as_mut();
+        match parameters.finish_step(&mut self.run.optimizers, scaler, &options) {
+            Err(error @ NnError::NonFiniteGradients { .. }) => {
+                Err(error).with_context(|| format!("step {} was not done", step + 1))
+            }
+            finished => Ok(finished?),
         }
-        let grad_norm = norm.with_context(|| format!("step {} was not done", step + 1))?;
-        info_span!("optimizer").in_scope(|| self.for_each_optimizer(Optimizer::step))?;
-        if let Some(scaler) = &mut self.run.scaler {
-            scaler.update()?;
-        }
-        Ok(Some(grad_norm))
     }
 
     /// Runs forward and backward of a part of this rank's rows, and returns the part's share of the
-    /// rank's loss.
-    fn backward(&self, step: u64, part: usize) -> Result<f64> {
+    /// rank's loss, where the device has it.
+    fn backward(&self, step: u64, part: usize) -> Result<Tensor> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();
         let (tokens, targets) =
@@ -440,7 +433,8 @@ impl Rank<'_> {
             None => loss.clone(),
         };
         info_span!("backward").in_scope(|| model.backward(&scaled))?;
-        Ok(f64::from(loss.to_scalar::<f32>()?))
+        // It is fetched with the norm of the gradients, so that a GPU need not be waited for now.
+        Ok(loss.detach())
     }
 
     /// Saves the state after a step with one of the methods of [`Checkpoints`]. Optimizers are in

@@ -48,39 +48,86 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |start| start..numel.min(start + PIECE_LEN))
 }
 
-/// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute
-/// value. Returns NaN if any element is NaN.
-pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
-    let mut squares = 0f64;
-    let mut largest = 0f64;
-    for piece in pieces(flat.elem_count()) {
-        let piece = flat
-            .narrow(0, piece.start, piece.len())?
-            .to_dtype(DType::F64)?;
-        // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is
-        // computed in both cases.
-        squares += piece.sqr()?.sum_all()?.to_scalar::<f64>()?;
-        if is_infinity {
-            largest = largest.max(piece.abs()?.max_all()?.to_scalar::<f64>()?);
+/// Returns the sum of the squares of all elements of gradients or, with `is_infinity`, their largest
+/// absolute value; NaN if any element is NaN, and not finite if any is not. Returns the values of
+/// scalars too, which may be on the CPU. The host waits for the GPU once.
+pub(crate) fn norm_part(
+    grads: &[Tensor],
+    is_infinity: bool,
+    scalars: &[Tensor],
+) -> Result<(f64, Vec<f64>)> {
+    let mut numbers = Vec::new();
+    for grad in grads {
+        for piece in pieces(grad.elem_count()) {
+            let piece = grad
+                .narrow(0, piece.start, piece.len())?
+                .to_dtype(DType::F64)?;
+            let squares = sum(&piece.sqr()?)?;
+            // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is
+            // computed in both cases.
+            let largest = if is_infinity {
+                piece.abs()?.max_all()?
+            } else {
+                squares.clone()
+            };
+            numbers.extend([squares.reshape(1)?, largest.reshape(1)?]);
         }
     }
-    Ok(if is_infinity && !squares.is_nan() {
+    let pair_count = numbers.len() / 2;
+    let (host_scalars, device_scalars): (Vec<&Tensor>, Vec<&Tensor>) =
+        scalars.iter().partition(|scalar| scalar.device().is_cpu());
+    for scalar in device_scalars {
+        numbers.push(scalar.detach().to_dtype(DType::F64)?.reshape(1)?);
+    }
+    let mut values = match numbers.as_slice() {
+        [] => Vec::new(),
+        numbers => Tensor::cat(numbers, 0)?.to_vec1::<f64>()?,
+    };
+    let mut scalars = values.split_off(2 * pair_count);
+    for scalar in host_scalars {
+        scalars.push(scalar.to_dtype(DType::F64)?.to_scalar::<f64>()?);
+    }
+    let (mut squares, mut largest) = (0f64, 0f64);
+    for pair in values.chunks_exact(2) {
+        squares += pair[0];
+        largest = largest.max(pair[1]);
+    }
+    let part = if is_infinity && !squares.is_nan() {
         largest
     } else {
         squares
-    })
+    };
+    Ok((part, scalars))
 }
 
-/// Multiplies all elements. Those of half types are multiplied in `f32`, because a half type may
-/// not hold the factor.
-pub(crate) fn scale(flat: &Tensor, factor: f64) -> Result<()> {
-    let dtype = match flat.dtype() {
-        DType::F16 | DType::BF16 => DType::F32,
-        dtype => dtype,
-    };
-    for piece in pieces(flat.elem_count()) {
-        let scaled = (flat.narrow(0, piece.start, piece.len())?.to_dtype(dtype)? * factor)?;
-        flat.slice_set(&scaled.to_dtype(flat.dtype())?, 0, piece.start)?;
+/// Adds up all elements of a tensor of one dimension. candle adds up a long row with few threads,
+/// so these are rows first.
+fn sum(values: &Tensor) -> Result<Tensor> {
+    const ROW_LEN: usize = 1 << 10;
+    let numel = values.elem_count();
+    let rows = numel / ROW_LEN;
+    let mut sums = Vec::with_capacity(2);
+    if rows > 0 {
+        let whole_rows = values.narrow(0, 0, rows * ROW_LEN)?;
+        sums.push(whole_rows.reshape((rows, ROW_LEN))?.sum(1)?);
+    }
+    sums.push(values.narrow(0, rows * ROW_LEN, numel - rows * ROW_LEN)?);
+    sums.retain(|sums| sums.elem_count() > 0);
+    Ok(Tensor::cat(&sums, 0)?.sum_all()?)
+}
+
+/// Multiplies all elements of gradients. Those of half types are multiplied in `f32`, because a half
+/// type may not hold the factor.
+pub(crate) fn scale(grads: &[Tensor], factor: f64) -> Result<()> {
+    for flat in grads {
+        let dtype = match flat.dtype() {
+            DType::F16 | DType::BF16 => DType::F32,
+            dtype => dtype,
+        };
+        for piece in pieces(flat.elem_count()) {
+            let scaled = (flat.narrow(0, piece.start, piece.len())?.to_dtype(dtype)? * factor)?;
+            flat.slice_set(&scaled.to_dtype(flat.dtype())?, 0, piece.start)?;
+        }
     }
     Ok(())
 }
@@ -229,9 +276,21 @@ mod tests {
             false,
         )
         .unwrap();
+        let flat = [flat];
         scale(&flat, 0.5).unwrap();
-        assert_eq!(norm_part(&flat, false).unwrap(), 30.0);
-        assert_eq!(norm_part(&flat, true).unwrap(), 4.0);
+        let loss = [Tensor::new(7f32, &Device::Cpu).unwrap()];
+        assert_eq!(norm_part(&flat, false, &loss).unwrap(), (30.0, vec![7.0]));
+        assert_eq!(norm_part(&flat, true, &[]).unwrap(), (4.0, vec![]));
+        assert_eq!(norm_part(&[], true, &[]).unwrap(), (0.0, vec![]));
+    }
+
+    #[test]
+    fn long_tensors_are_added_up_whole() {
+        for numel in [1023, 1024, 1025, 5000] {
+            let ones = Tensor::ones(numel, DType::F32, &Device::Cpu).unwrap();
+            let (squares, _) = norm_part(&[ones], false, &[]).unwrap();
+            assert_eq!(squares, numel as f64);
+        }
     }
 
     #[test]
@@ -240,7 +299,7 @@ mod tests {
             .unwrap()
             .to_dtype(DType::F16)
             .unwrap();
-        scale(&flat, 1.25e-8).unwrap();
+        scale(std::slice::from_ref(&flat), 1.25e-8).unwrap();
         assert_eq!(
             flat.to_vec1::<half::f16>().unwrap(),
             [half::f16::from_f32(5e-4); 3]

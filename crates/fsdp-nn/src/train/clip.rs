@@ -1,6 +1,6 @@
 //! The norm of all gradients together, and clipping by it.
 
-use candle_core::WithDType;
+use candle_core::{Tensor, WithDType};
 use fsdp_comm::{ProcessGroup, ReduceOp};
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
@@ -23,10 +23,18 @@ pub enum GradNorm {
 
 impl GradNorm {
     /// Joins the norms of two parts of the gradients, which [`Self::finish`] has not finished.
-    fn join(self, first: f64, second: f64) -> f64 {
+    pub(super) fn join(self, first: f64, second: f64) -> f64 {
         match self {
             GradNorm::L2 => first + second,
             GradNorm::Infinity => larger_or_nan(first, second),
+        }
+    }
+
+    /// Returns the norm of a part of the gradients if these are multiplied by a factor.
+    pub(super) fn scaled(self, part: f64, factor: f64) -> f64 {
+        match self {
+            GradNorm::L2 => part * factor * factor,
+            GradNorm::Infinity => part * factor.abs(),
         }
     }
 
@@ -95,59 +103,82 @@ impl ShardedParameters {
     /// Returns this rank's part of a norm: of its gradients the sum of squares, or the largest
     /// absolute value. No communication.
     fn norm_part(&self, norm: GradNorm) -> Result<f64> {
-        let is_infinity = norm == GradNorm::Infinity;
-        let mut total = 0f64;
-        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            let unit_norm = if !grad.device().is_cpu() {
-                device::norm_part(&grad, is_infinity)?
-            } else {
-                with_float!(grad.dtype(), T => {
-                    let values = HostSlice::<T>::read(&grad)?;
-                    if is_infinity {
-                        let magnitudes = values.iter().map(|x| WithDType::to_f64(*x).abs());
-                        magnitudes.fold(0.0, larger_or_nan)
-                    } else {
-                        tasks::sum(&values, |x| WithDType::to_f64(x).powi(2))
-                    }
-                })
-            };
-            total = norm.join(total, unit_norm);
-        }
-        Ok(total)
+        let (on_host, on_device, _) = self.norm_parts(norm, &[])?;
+        Ok(norm.join(on_host, on_device))
     }
 
-    /// Returns the norm of all gradients to clip them by, and checks that all ranks clip alike.
-    /// Ranks that clip differently would drift apart. Collective: one all-gather of three numbers
-    /// over the model's group.
+    /// Returns the parts of a norm that this rank's gradients have in the host's memory and on a
+    /// GPU, and the values of scalars. Whatever is on the GPU is read together: the host waits for
+    /// it once. No communication.
+    pub(super) fn norm_parts(
+        &self,
+        norm: GradNorm,
+        scalars: &[Tensor],
+    ) -> Result<(f64, f64, Vec<f64>)> {
+        let is_infinity = norm == GradNorm::Infinity;
+        let (on_host, on_device) = self.gradients_by_place();
+        let (device_part, scalars) = device::norm_part(&on_device, is_infinity, scalars)?;
+        let mut host_part = 0f64;
+        for grad in on_host {
+            let unit_norm = with_float!(grad.dtype(), T => {
+                let values = HostSlice::<T>::read(&grad)?;
+                if is_infinity {
+                    let magnitudes = values.iter().map(|x| WithDType::to_f64(*x).abs());
+                    magnitudes.fold(0.0, larger_or_nan)
+                } else {
+                    tasks::sum(&values, |x| WithDType::to_f64(x).powi(2))
+                }
+            });
+            host_part = norm.join(host_part, unit_norm);
+        }
+        Ok((host_part, device_part, scalars))
+    }
+
+    /// Returns this rank's gradients: those in the host's memory, and those on a GPU.
+    pub(super) fn gradients_by_place(&self) -> (Vec<Tensor>, Vec<Tensor>) {
+        let grads = self.handles.iter().filter_map(|handle| handle.grad());
+        grads.partition(|grad| grad.device().is_cpu())
+    }
+
+    /// Returns the norm of all gradients to clip them by, from this rank's part, and the numbers
+    /// that each rank passes. Checks that all ranks clip alike: ranks that clip differently would
+    /// drift apart. Collective: one all-gather over the model's group.
     ///
     /// # Errors
     /// The all-gather's; [`NnError::Options`], the same on every rank.
-    fn norm_to_clip(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+    pub(super) fn norm_to_clip(
+        &self,
+        own_part: f64,
+        max_norm: f64,
+        options: ClipOptions,
+        numbers: &[u64],
+    ) -> Result<(f64, Vec<Vec<u64>>)> {
         let group = self.group();
         let ClipOptions {
             norm,
             on_non_finite,
         } = options;
-        let kind = f64::from(norm as u8 * 4 + on_non_finite as u8);
-        let mut gathered = vec![0.0; 3 * group.world_size()];
-        let own = [self.norm_part(norm)?, max_norm, kind];
+        let kind = norm as u64 * 4 + on_non_finite as u64;
+        let mut own = vec![own_part.to_bits(), max_norm.to_bits(), kind];
+        own.extend_from_slice(numbers);
+        let mut gathered = vec![0; own.len() * group.world_size()];
         group.all_gather_into(&mut gathered, &own)?;
-        let (calls, _) = gathered.as_chunks::<3>();
-        let [_, first_max_norm, first_kind] = calls[0];
         let reference = group.global_ranks()[0];
         // The gradients of other replicas are the same as those of this one.
         let shard_ranks = self.shard_group().map(ProcessGroup::global_ranks);
         let mut total = 0.0;
-        for (position, (rank, &[part, max_norm, kind])) in
-            group.global_ranks().iter().zip(calls).enumerate()
-        {
-            if max_norm.to_bits() != first_max_norm.to_bits() {
+        let mut all_numbers = Vec::with_capacity(group.world_size());
+        let calls = gathered.chunks_exact(own.len());
+        for (position, (rank, call)) in group.global_ranks().iter().zip(calls).enumerate() {
+            if call[1] != gathered[1] {
                 return Err(NnError::options(format!(
-                    "rank {rank} clips gradients to a norm of {max_norm}, rank {reference} to \
-                     {first_max_norm}: it must be the same on every rank"
+                    "rank {rank} clips gradients to a norm of {}, rank {reference} to {}: it must \
+                     be the same on every rank",
+                    f64::from_bits(call[1]),
+                    f64::from_bits(gathered[1]),
                 )));
             }
-            if kind.to_bits() != first_kind.to_bits() {
+            if call[2] != gathered[2] {
                 return Err(NnError::options(format!(
                     "rank {rank} clips gradients by another `norm` or `on_non_finite` than rank \
                      {reference}: `ClipOptions` must be the same on every rank"
@@ -158,10 +189,17 @@ impl ShardedParameters {
                 None => position == group.rank(),
             };
             if is_in_total {
-                total = norm.join(total, part);
+                total = norm.join(total, f64::from_bits(call[0]));
             }
+            all_numbers.push(call[3..].to_vec());
         }
-        Ok(norm.finish(total))
+        if max_norm.is_nan() || max_norm < 0.0 {
+            return Err(NnError::options(format!(
+                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \
+                 not NaN"
+            )));
+        }
+        Ok((norm.finish(total), all_numbers))
     }
 
     /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks
@@ -200,13 +238,8 @@ impl ShardedParameters {
     /// [`OnNonFinite::Error`]. Also [`NnError::Options`], on every rank, if ranks pass different
     /// options.
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
-        let norm = self.norm_to_clip(max_norm, options)?;
-        if max_norm.is_nan() || max_norm < 0.0 {
-            return Err(NnError::options(format!(
-                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \
-                 not NaN"
-            )));
-        }
+        let own_part = self.norm_part(options.norm)?;
+        let (norm, _) = self.norm_to_clip(own_part, max_norm, options, &[])?;
         if !norm.is_finite() {
             match options.on_non_finite {
                 OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),
@@ -217,26 +250,39 @@ impl ShardedParameters {
                 OnNonFinite::Scale => {}
             }
         }
-        // torch adds the same to avoid a division by zero.
-        let scale = max_norm / (norm + 1e-6);
-        // A norm that is NaN makes all gradients NaN, as in torch, so that nobody overlooks it.
-        if scale < 1.0 || scale.is_nan() {
-            self.scale_gradients(scale)?;
-        }
+        let factor = clip_factor(norm, max_norm);
+        self.scale_gradients(factor, factor)?;
         Ok(norm)
     }
 
-    /// Multiplies all gradients of this rank. No communication.
-    pub(crate) fn scale_gradients(&self, scale: f64) -> Result<()> {
-        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            if !grad.device().is_cpu() {
-                device::scale(&grad, scale)?;
-                continue;
+    /// Multiplies all gradients of this rank: those in the host's memory by one factor, and those
+    /// on a GPU by another. No communication.
+    pub(super) fn scale_gradients(&self, on_host: f64, on_device: f64) -> Result<()> {
+        let (host_grads, device_grads) = self.gradients_by_place();
+        if on_device != 1.0 {
+            device::scale(&device_grads, on_device)?;
+        }
+        if on_host != 1.0 {
+            for grad in host_grads {
+                // A half type may not hold the factor: a product with it rounded could be zero.
+                with_float!(grad.dtype(), T => {
+                    multiply(&mut HostSliceMut::<T>::write(&grad)?, on_host);
+                });
             }
-            // A half type may not hold the factor: a product with it rounded could be zero.
-            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale));
         }
         Ok(())
+    }
+}
+
+/// Returns the factor that clips gradients of this norm; 1 if they need no clipping.
+pub(super) fn clip_factor(norm: f64, max_norm: f64) -> f64 {
+    // torch adds the same to avoid a division by zero.
+    let factor = max_norm / (norm + 1e-6);
+    // A norm that is NaN makes all gradients NaN, as in torch, so that nobody overlooks it.
+    if factor < 1.0 || factor.is_nan() {
+        factor
+    } else {
+        1.0
     }
 }
 

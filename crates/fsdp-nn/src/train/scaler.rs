@@ -187,7 +187,7 @@ impl GradScaler {
         if self.find_unscaled(parameters)?.is_some() {
             return Err(ScalerError::UnscaledTwice.into());
         }
-        let unscaled = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
+        let unscaled = parameters.unscale_gradients(self.unscale_factor());
         // An error of this rank must not leave the others waiting.
         let is_own_finite = *unscaled.as_ref().unwrap_or(&false);
         let mut non_finite_flag = [f32::from(u8::from(!is_own_finite))];
@@ -207,6 +207,27 @@ impl GradScaler {
             non_finite,
         });
         Ok(is_finite)
+    }
+
+    /// Returns the factor that removes the scale: an `f32`, as in torch.
+    fn unscale_factor(&self) -> f64 {
+        f64::from((1.0 / f64::from(self.scale)) as f32)
+    }
+
+    /// Returns `true` if losses are scaled.
+    pub(super) const fn is_enabled(&self) -> bool {
+        self.options.enabled
+    }
+
+    /// Returns the factor that removes the scale from a model's gradients.
+    ///
+    /// # Errors
+    /// [`ScalerError::UnscaledTwice`].
+    pub(super) fn factor_to_unscale(&self, parameters: &ShardedParameters) -> Result<f64> {
+        match self.find_unscaled(parameters)? {
+            Some(_) => Err(ScalerError::UnscaledTwice.into()),
+            None => Ok(self.unscale_factor()),
+        }
     }
 
     /// Returns what is known of a model's gradients; `None` if they have not been unscaled since
@@ -270,6 +291,12 @@ impl GradScaler {
             .iter()
             .all(|unscaled| unscaled.non_finite.is_empty());
         self.unscaled.clear();
+        self.count_step(is_finite);
+        Ok(())
+    }
+
+    /// Updates the scale after a step whose gradients were finite, or not.
+    pub(super) fn count_step(&mut self, is_finite: bool) {
         if !is_finite {
             // A scale of 0 could not grow again.
             self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
@@ -281,7 +308,6 @@ impl GradScaler {
             self.scale = if grown.is_finite() { grown } else { self.scale };
             self.growth_tracker = 0;
         }
-        Ok(())
     }
 
     /// Returns the state under torch's keys: `scale`, `growth_factor`, `backoff_factor`,
@@ -400,17 +426,19 @@ impl ShardedParameters {
 
     /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were
     /// finite before. No communication.
-    fn unscale_gradients(&self, factor: f32) -> Result<bool> {
-        let factor = f64::from(factor);
+    fn unscale_gradients(&self, factor: f64) -> Result<bool> {
+        let (_, on_device) = self.gradients_by_place();
+        // A sum of squares on the GPU is not finite if an element is not, and only that sum comes
+        // to the host.
+        let (squares, _) = device::norm_part(&on_device, false, &[])?;
+        device::scale(&on_device, factor)?;
+        Ok(self.unscale_host_gradients(factor)? && squares.is_finite())
+    }
+
+    /// Does what [`Self::unscale_gradients`] does, for gradients in the host's memory only.
+    pub(super) fn unscale_host_gradients(&self, factor: f64) -> Result<bool> {
         let mut is_finite = true;
-        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            if !grad.device().is_cpu() {
-                // A sum of squares on the GPU is not finite if an element is not, and only that sum
-                // comes to the host.
-                is_finite &= device::norm_part(&grad, false)?.is_finite();
-                device::scale(&grad, factor)?;
-                continue;
-            }
+        for grad in self.gradients_by_place().0 {
             with_float!(grad.dtype(), T => {
                 for x in HostSliceMut::<T>::write(&grad)?.iter_mut() {
                     let value = WithDType::to_f64(*x);
@@ -426,7 +454,8 @@ impl ShardedParameters {
 /// Returns `true` if all elements of a gradient are finite.
 fn is_finite(grad: &Tensor) -> Result<bool> {
     if !grad.device().is_cpu() {
-        return Ok(device::norm_part(grad, false)?.is_finite());
+        let (squares, _) = device::norm_part(std::slice::from_ref(grad), false, &[])?;
+        return Ok(squares.is_finite());
     }
     Ok(with_float!(grad.dtype(), T => {
         let values = HostSlice::<T>::read(grad)?;

@@ -8,6 +8,7 @@ mod building;
 mod clipping;
 mod comm_hook;
 mod equivalence;
+mod finishing;
 mod frozen;
 mod get_set;
 mod ignored;

@@ -1,0 +1,214 @@
+//! The end of a step: gradients are unscaled, clipped and checked, and optimizers step.
+
+use candle_core::Tensor;
+use tracing::info_span;
+
+use super::clip::{ClipOptions, OnNonFinite, clip_factor};
+use super::scaler::GradScaler;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
+use crate::optimizer::Optimizer;
+
+/// Options of [`ShardedParameters::finish_step`]. All but `losses` and the values of `numbers` must
+/// be the same on every rank.
+#[derive(Debug, Clone)]
+pub struct FinishOptions<'a> {
+    /// The largest norm of all gradients together, to which they are clipped; infinite (the
+    /// default) to clip none.
+    pub max_norm: f64,
+    /// The norm by which gradients are clipped, and the reaction to those that are not finite. With
+    /// a loss scale, gradients that are not finite always skip the step.
+    pub clip: ClipOptions,
+    /// Scalars that this rank's backwards began with. They may be on a GPU: they come to the host
+    /// together with the norm.
+    pub losses: &'a [Tensor],
+    /// Numbers of this rank that all ranks want to know, such as one that says if it was asked to
+    /// stop.
+    pub numbers: &'a [u64],
+}
+
+impl Default for FinishOptions<'_> {
+    fn default() -> Self {
+        FinishOptions {
+            max_norm: f64::INFINITY,
+            clip: ClipOptions::default(),
+            losses: &[],
+            numbers: &[],
+        }
+    }
+}
+
+/// The outcome of [`ShardedParameters::finish_step`], the same on every rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FinishedStep {
+    /// The norm of all gradients, without the loss scale, before they were clipped.
+    pub grad_norm: f64,
+    /// `true` if the optimizers did not step, because gradients were not finite.
+    pub is_skipped: bool,
+    /// The sum of the losses of each rank.
+    pub losses: Vec<f64>,
+    /// The numbers of each rank.
+    pub numbers: Vec<Vec<u64>>,
+}
+
+/// What one rank tells the others at the end of a step.
+struct OwnNumbers {
+    /// Its part of the norm.
+    norm_part: f64,
+    /// `true` if its gradients are finite.
+    is_finite: bool,
+    loss: f64,
+}
+
+impl ShardedParameters {
+    /// Ends a step after its last backward: divides gradients by the loss scale, clips them, steps
+    /// the optimizers of this model, updates the scale, and drops the gradients. It does what
+    /// [`GradScaler::unscale`], [`Self::clip_grad_norm_with`], [`GradScaler::step`] and
+    /// [`GradScaler::update`] do one after the other, but the host waits for a GPU only once, and
+    /// the ranks communicate only once.
+    ///
+    /// If a gradient of any rank is not finite, no optimizer steps on any rank.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{Module, linear};
+    /// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+    /// use fsdp_nn::{FinishOptions, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer};
+    ///
+    /// fsdp_comm::run_local(2, |group| {
+    ///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 1, scope.vb()))?;
+    ///     let mut optimizers = [Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?];
+    ///     let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+    ///     let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+    ///     model.backward(&loss)?;
+    ///     let options = FinishOptions { max_norm: 1.0, losses: &[loss], ..FinishOptions::default() };
+    ///     let step = model.parameters().finish_step(&mut optimizers, None, &options)?;
+    ///     assert!(!step.is_skipped && step.losses.len() == 2);
+    ///     Ok::<(), NnError>(())
+    /// })?
+    /// .into_iter()
+    /// .collect::<Result<Vec<()>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// Collectives: one all-gather of numbers over the model's group, and the optimizers'.
+    ///
+    /// # Errors
+    /// Before anything is changed, except that gradients may have been unscaled:
+    /// [`NnError::NonFiniteGradients`] with [`OnNonFinite::Error`] and no loss scale, on every rank;
+    /// [`NnError::ForeignOptimizer`]; [`ScalerError::UnscaledTwice`](crate::ScalerError); the errors
+    /// of [`Self::clip_grad_norm_with`]. After that, those of [`Optimizer::step`].
+    pub fn finish_step(
+        &self,
+        optimizers: &mut [Optimizer],
+        scaler: Option<&mut GradScaler>,
+        options: &FinishOptions<'_>,
+    ) -> Result<FinishedStep> {
+        for optimizer in &*optimizers {
+            optimizer.check_belongs_to(self)?;
+        }
+        let mut scaler = scaler.filter(|scaler| scaler.is_enabled());
+        // The factor that removes the loss scale.
+        let unscale = match &scaler {
+            Some(scaler) => Some(scaler.factor_to_unscale(self)?),
+            None => None,
+        };
+        // Step 1: find out what only this rank knows, and tell all others.
+        let own = self.own_numbers(options, unscale)?;
+        let (mut step, is_finite) = self.share_numbers(&own, options, unscale)?;
+        // Step 2: decide. All ranks have the same numbers, so all of them decide alike.
+        if let Some(scaler) = scaler.as_mut().filter(|_| !is_finite) {
+            scaler.count_step(false);
+            step.is_skipped = true;
+        } else if !step.grad_norm.is_finite() {
+            match options.clip.on_non_finite {
+                OnNonFinite::Error => {
+                    return Err(NnError::NonFiniteGradients {
+                        norm: step.grad_norm,
+                    });
+                }
+                OnNonFinite::Skip => step.is_skipped = true,
+                OnNonFinite::Scale => {}
+            }
+        }
+        // Step 3: do it.
+        if !step.is_skipped {
+            let clip = clip_factor(step.grad_norm, options.max_norm);
+            self.scale_gradients(clip, clip * unscale.unwrap_or(1.0))?;
+            let _span = info_span!("optimizer").entered();
+            optimizers.iter_mut().try_for_each(Optimizer::step)?;
+            if let Some(scaler) = scaler {
+                scaler.count_step(true);
+            }
+        }
+        self.zero_grad();
+        Ok(step)
+    }
+
+    /// Returns what this rank tells the others. Gradients in the host's memory are unscaled; those
+    /// on a GPU stay as they are, and their norm is that of unscaled ones. No communication.
+    fn own_numbers(&self, options: &FinishOptions<'_>, unscale: Option<f64>) -> Result<OwnNumbers> {
+        let is_finite_on_host = match unscale {
+            Some(factor) => self.unscale_host_gradients(factor)?,
+            None => true,
+        };
+        let norm = options.clip.norm;
+        let (on_host, on_device, losses) = self.norm_parts(norm, options.losses)?;
+        let on_device = norm.scaled(on_device, unscale.unwrap_or(1.0));
+        Ok(OwnNumbers {
+            norm_part: norm.join(on_host, on_device),
+            is_finite: is_finite_on_host && on_device.is_finite(),
+            loss: losses.iter().sum(),
+        })
+    }
+
+    /// Gives every rank the numbers of all, and returns what they tell together: the step, which is
+    /// not skipped yet, and `true` if the gradients of all ranks are finite. Collective: one
+    /// all-gather over the model's group.
+    ///
+    /// # Errors
+    /// The all-gather's; [`NnError::Options`] if ranks end their steps differently.
+    fn share_numbers(
+        &self,
+        own: &OwnNumbers,
+        options: &FinishOptions<'_>,
+        unscale: Option<f64>,
+    ) -> Result<(FinishedStep, bool)> {
+        let mut own_numbers = vec![
+            u64::from(own.is_finite),
+            own.loss.to_bits(),
+            unscale.unwrap_or(1.0).to_bits(),
+        ];
+        own_numbers.extend_from_slice(options.numbers);
+        let (grad_norm, numbers) =
+            self.norm_to_clip(own.norm_part, options.max_norm, options.clip, &own_numbers)?;
+        let ranks = self.group().global_ranks();
+        let reference = numbers[0][2];
+        let (mut is_finite, mut losses) = (true, Vec::with_capacity(numbers.len()));
+        let mut others = Vec::with_capacity(numbers.len());
+        for (rank, numbers) in ranks.iter().zip(numbers) {
+            let (&[rank_is_finite, loss, rank_unscale], rest) = numbers
+                .split_first_chunk::<3>()
+                .expect("every rank has sent as many numbers as this one");
+            if rank_unscale != reference {
+                return Err(NnError::options(format!(
+                    "rank {rank} has a loss scale of {}, rank {} of {}: it must be the same on \
+                     every rank",
+                    1.0 / f64::from_bits(rank_unscale),
+                    ranks[0],
+                    1.0 / f64::from_bits(reference),
+                )));
+            }
+            is_finite &= rank_is_finite == 1;
+            losses.push(f64::from_bits(loss));
+            others.push(rest.to_vec());
+        }
+        let step = FinishedStep {
+            grad_norm,
+            is_skipped: false,
+            losses,
+            numbers: others,
+        };
+        Ok((step, is_finite))
+    }
+}
