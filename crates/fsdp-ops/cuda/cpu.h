@@ -181,6 +181,12 @@ using Body = std::function<void()>;
 /// Returns the host's address of what has this address on the device.
 using Translate = void* (*)(uint64_t);
 
+/// Tells if a struct has a function that replaces the pointers in it.
+template <class A, class = void> struct HoldsPointers : std::false_type {};
+template <class A>
+struct HoldsPointers<A, std::void_t<decltype(std::declval<A&>().translate(Translate()))>>
+    : std::true_type {};
+
 /// Returns an argument: as it is, or what a pointer to device memory means on the host.
 template <class A> A argument(const void* from, Translate translate) {
     if constexpr (std::is_pointer_v<A>) {
@@ -190,6 +196,7 @@ template <class A> A argument(const void* from, Translate translate) {
     } else {
         A value;
         memcpy(&value, from, sizeof(value));
+        if constexpr (HoldsPointers<A>::value) value.translate(translate);
         return value;
     }
 }

@@ -50,6 +50,7 @@ mod real;
 mod rope;
 mod rows;
 mod softmax;
+pub mod step;
 #[cfg(test)]
 mod tests;
 mod values;

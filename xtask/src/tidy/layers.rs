@@ -27,11 +27,18 @@ const LAYERS: [(&str, &[&str]); 13] = [
     ),
     (
         "fsdp-nn",
-        &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"],
+        &[
+            "fsdp-ops",
+            "fsdp-layout",
+            "fsdp-comm",
+            "fsdp-flat",
+            "fsdp-state",
+        ],
     ),
     (
         "fsdp-checkpoint",
         &[
+            "fsdp-ops",
             "fsdp-layout",
             "fsdp-digest",
             "fsdp-formats",

@@ -5,9 +5,14 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::zeros_on;
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::FlatEntry;
+use fsdp_ops::step;
 
+use crate::config::cast;
 use crate::error::Result;
 
 #[cfg(feature = "nccl")]
@@ -16,7 +21,69 @@ pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter};
 #[cfg(not(feature = "nccl"))]
 pub(crate) use host::{all_gather, all_reduce, reduce_scatter};
 
-/// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
+/// Returns a gradient as a tensor of one dimension, whose elements lie one after the other.
+fn contiguous(grad: &Tensor) -> Result<Tensor> {
+    Ok(grad.detach().flatten_all()?.contiguous()?)
+}
+
+/// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters
+/// that have none. One launch does it if there is a kernel.
+pub(crate) fn flat_gradient(
+    layout: &FlatLayout,
+    mut grads: Vec<Option<Tensor>>,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let mut has_kernels = step::has_kernels(device, dtype)?;
+    for grad in grads.iter().flatten() {
+        has_kernels &= step::can_write(device, dtype, grad.dtype())?;
+    }
+    let numel = layout.padded_unsharded_numel();
+    if !has_kernels {
+        let flat = zeros_on(&[numel], dtype, device)?;
+        for (param, grad) in grads.iter().enumerate() {
+            if let Some(grad) = grad {
+                copy_gradient(grad, &flat, layout.param_range(param), false)?;
+            }
+        }
+        return Ok(flat);
+    }
+    let mut parts = Vec::with_capacity(layout.entries().len() + 1);
+    for (entry, &numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
+        let grad = match entry {
+            FlatEntry::Param(param) => grads[*param].take(),
+            FlatEntry::Padding => None,
+        };
+        parts.push(match grad {
+            Some(grad) => step::Part::Elements(contiguous(&grad)?),
+            None => step::Part::Zeros(numel),
+        });
+    }
+    parts.push(step::Part::Zeros(numel - layout.unpadded_unsharded_numel()));
+    Ok(step::join(&parts, dtype, device)?)
+}
+
+/// Adds gradients of any dtype to their places in the flat gradient, by one launch if there is a
+/// kernel. No place may be twice among them.
+pub(crate) fn add_gradients(
+    flat: &Tensor,
+    layout: &FlatLayout,
+    grads: &[(usize, Tensor)],
+) -> Result<()> {
+    let mut pairs = Vec::with_capacity(grads.len());
+    for (param, grad) in grads {
+        let range = layout.param_range(*param);
+        if step::can_write(flat.device(), flat.dtype(), grad.dtype())? {
+            let to = flat.narrow(0, range.start, range.len())?;
+            pairs.push((to, Some(contiguous(grad)?)));
+        } else {
+            copy_gradient(grad, flat, range, true)?;
+        }
+    }
+    Ok(step::write(&pairs, true)?)
+}
+
+/// Writes (or adds) a gradient of any dtype, row-major, to its place in the flat gradient.
 pub(crate) fn copy_gradient(
     grad: &Tensor,
     flat: &Tensor,
@@ -26,7 +93,11 @@ pub(crate) fn copy_gradient(
     if range.is_empty() {
         return Ok(());
     }
-    let grad = grad.detach().flatten_all()?;
+    if step::can_write(flat.device(), flat.dtype(), grad.dtype())? {
+        let to = flat.narrow(0, range.start, range.len())?;
+        return Ok(step::write(&[(to, Some(contiguous(grad)?))], accumulate)?);
+    }
+    let grad = cast(grad.detach().flatten_all()?, Some(flat.dtype()))?;
     for piece in pieces(range.len()) {
         // candle adds into new memory, so one piece at a time.
         let mut new_elements = grad.narrow(0, piece.start, piece.len())?;
@@ -56,24 +127,8 @@ pub(crate) fn norm_part(
     is_infinity: bool,
     scalars: &[Tensor],
 ) -> Result<(f64, Vec<f64>)> {
-    let mut numbers = Vec::new();
-    for grad in grads {
-        for piece in pieces(grad.elem_count()) {
-            let piece = grad
-                .narrow(0, piece.start, piece.len())?
-                .to_dtype(DType::F64)?;
-            let squares = sum(&piece.sqr()?)?;
-            // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is
-            // computed in both cases.
-            let largest = if is_infinity {
-                piece.abs()?.max_all()?
-            } else {
-                squares.clone()
-            };
-            numbers.extend([squares.reshape(1)?, largest.reshape(1)?]);
-        }
-    }
-    let pair_count = numbers.len() / 2;
+    let mut numbers = norm_numbers(grads, is_infinity)?;
+    let pair_count = numbers.iter().map(Tensor::elem_count).sum::<usize>() / 2;
     let (host_scalars, device_scalars): (Vec<&Tensor>, Vec<&Tensor>) =
         scalars.iter().partition(|scalar| scalar.device().is_cpu());
     for scalar in device_scalars {
@@ -100,6 +155,37 @@ pub(crate) fn norm_part(
     Ok((part, scalars))
 }
 
+/// Returns pairs of numbers on the GPU, of which the first is a sum of squares, and the second the
+/// largest absolute value if `is_infinity` is set.
+fn norm_numbers(grads: &[Tensor], is_infinity: bool) -> Result<Vec<Tensor>> {
+    let mut numbers = Vec::new();
+    let mut measured = Vec::new();
+    for grad in grads.iter().filter(|grad| grad.elem_count() > 0) {
+        if step::has_kernels(grad.device(), grad.dtype())? {
+            measured.push(grad.clone());
+            continue;
+        }
+        for piece in pieces(grad.elem_count()) {
+            let piece = grad
+                .narrow(0, piece.start, piece.len())?
+                .to_dtype(DType::F64)?;
+            let squares = sum(&piece.sqr()?)?;
+            // A kernel may ignore NaN when it looks for the largest value. A sum cannot, so it is
+            // computed in both cases.
+            let largest = if is_infinity {
+                piece.abs()?.max_all()?
+            } else {
+                squares.clone()
+            };
+            numbers.extend([squares.reshape(1)?, largest.reshape(1)?]);
+        }
+    }
+    if !measured.is_empty() {
+        numbers.push(step::statistics(&measured)?);
+    }
+    Ok(numbers)
+}
+
 /// Adds up all elements of a tensor of one dimension. candle adds up a long row with few threads,
 /// so these are rows first.
 fn sum(values: &Tensor) -> Result<Tensor> {
@@ -119,7 +205,12 @@ fn sum(values: &Tensor) -> Result<Tensor> {
 /// Multiplies all elements of gradients. Those of half types are multiplied in `f32`, because a half
 /// type may not hold the factor.
 pub(crate) fn scale(grads: &[Tensor], factor: f64) -> Result<()> {
+    let mut scaled = Vec::new();
     for flat in grads {
+        if step::has_kernels(flat.device(), flat.dtype())? {
+            scaled.push(flat.clone());
+            continue;
+        }
         let dtype = match flat.dtype() {
             DType::F16 | DType::BF16 => DType::F32,
             dtype => dtype,
@@ -129,7 +220,7 @@ pub(crate) fn scale(grads: &[Tensor], factor: f64) -> Result<()> {
             flat.slice_set(&scaled.to_dtype(flat.dtype())?, 0, piece.start)?;
         }
     }
-    Ok(())
+    Ok(step::scale(&scaled, factor)?)
 }
 
 #[cfg(not(feature = "nccl"))]

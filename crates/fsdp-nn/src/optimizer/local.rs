@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{HostSlice, HostSliceMut, to_device, zeros, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, zeros_on};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
+use fsdp_layout::flat::aligned_numel;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
@@ -223,33 +224,63 @@ fn make_state_dict(
 /// Returns the state that a local parameter has before its first step, in fresh memory. Entries
 /// that begin with the first step are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
-    let mut state = ParamState::default();
+    let mut states = initial_states(algorithm, &[local])?;
+    Ok(states.remove(0))
+}
+
+/// Returns the states that local parameters of one unit have before their first step. Each kind of
+/// state is in one buffer of fresh memory, where one parameter's part follows that of another.
+/// Entries that begin with the first step are left out.
+fn initial_states(algorithm: &Algorithm, locals: &[&LocalParam]) -> Result<Vec<ParamState>> {
+    let handle = &locals[0].handle;
+    // Each part begins where memory is read best.
+    let alignment = aligned_numel(handle.file_dtype());
+    let mut starts = Vec::with_capacity(locals.len());
+    let mut numel = 0usize;
+    for local in locals {
+        numel = numel.next_multiple_of(alignment);
+        starts.push(numel);
+        numel += local.numel;
+    }
+    let mut states = vec![ParamState::default(); locals.len()];
     for entry in algorithm.state_entries() {
         if entry.kind == StateKind::Scalar {
-            state.step = Some(0.0);
+            states.iter_mut().for_each(|state| state.step = Some(0.0));
             continue;
         }
-        let piece = match entry.initial {
+        let value = match entry.initial {
             Initial::FirstGradient => continue,
-            Initial::Parameter => copy_parameter(local)?,
-            Initial::Value(value) => {
-                // Zeros are fresh memory. Other values are written on the host.
-                let on_host = zeros(&[local.numel], local.handle.dtype())?;
-                if value != 0.0 {
-                    with_float!(local.handle.dtype(), T => {
-                        let mut data = HostSliceMut::<T>::write(&on_host)?;
-                        data.fill(<T as candle_core::WithDType>::from_f64(value));
-                        data.finish()?;
-                    });
-                }
-                to_device(&on_host, local.handle.shard_device())?
-            }
+            Initial::Parameter => 0.0,
+            Initial::Value(value) => value,
         };
-        state
-            .entries
-            .insert(entry.name.to_owned(), LocalState::Piece(piece));
+        let buffer = filled(numel, value, handle)?;
+        for ((state, local), start) in states.iter_mut().zip(locals).zip(&starts) {
+            let piece = buffer.narrow(0, *start, local.numel)?;
+            if entry.initial == Initial::Parameter {
+                copy_parameter(local, &piece)?;
+            }
+            let piece = LocalState::Piece(piece);
+            state.entries.insert(entry.name.to_owned(), piece);
+        }
     }
-    Ok(state)
+    Ok(states)
+}
+
+/// Makes a flat tensor that has one value everywhere, where the shards of a unit are.
+fn filled(numel: usize, value: f64, handle: &FlatParamHandle) -> Result<Tensor> {
+    let (dtype, device) = (handle.dtype(), handle.shard_device());
+    if value != 0.0 && numel > 0 && !device.is_cpu() {
+        return Ok(Tensor::full(value, numel, device)?.to_dtype(dtype)?);
+    }
+    let flat = zeros_on(&[numel], dtype, device)?;
+    if value != 0.0 {
+        with_float!(dtype, T => {
+            let mut data = HostSliceMut::<T>::write(&flat)?;
+            data.fill(<T as candle_core::WithDType>::from_f64(value));
+            data.finish()?;
+        });
+    }
+    Ok(flat)
 }
 
 /// Returns the state of a local parameter, or its initial state if it has none, with zeros in fresh
@@ -300,14 +331,45 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
     Ok(())
 }
 
-/// Returns a copy of this rank's piece of a local parameter.
-fn copy_parameter(local: &LocalParam) -> Result<Tensor> {
-    let flat = zeros(&[local.numel], local.handle.dtype())?;
+/// Sets the initial states of local parameters that have none, which are trained and on a GPU: those
+/// of a unit together.
+pub(super) fn begin_states_on_device(
+    algorithm: &Algorithm,
+    locals: &mut [LocalParam],
+) -> Result<()> {
+    let mut fresh: Vec<&mut LocalParam> = locals
+        .iter_mut()
+        .filter(|local| begins_on_device(local))
+        .collect();
+    for unit in fresh.chunk_by_mut(|local, next| Arc::ptr_eq(&local.handle, &next.handle)) {
+        let unit_locals: Vec<&LocalParam> = unit.iter().map(|local| &**local).collect();
+        let states = initial_states(algorithm, &unit_locals)?;
+        for (local, state) in unit.iter_mut().zip(states) {
+            local.state = state.unless_empty();
+        }
+    }
+    Ok(())
+}
+
+/// Returns `true` for a local parameter on a GPU that gets its state in the next step.
+fn begins_on_device(local: &LocalParam) -> bool {
+    local.state.is_none()
+        && local.requires_grad()
+        && local.handle.grad().is_some()
+        && !local.handle.shard_device().is_cpu()
+}
+
+/// Copies this rank's piece of a local parameter to a flat tensor of zeros.
+fn copy_parameter(local: &LocalParam, flat: &Tensor) -> Result<()> {
     // Padding between the parameters stays zero.
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let Some(piece) = local.handle.local_piece(segment.param)? else {
             continue;
         };
+        if !flat.device().is_cpu() {
+            flat.slice_set(&piece, 0, segment.start)?;
+            continue;
+        }
         with_float!(local.handle.dtype(), T => {
             let source_slice = HostSlice::<T>::read(&piece)?;
             let target_piece = flat.narrow(0, segment.start, segment.len)?;
@@ -316,5 +378,5 @@ fn copy_parameter(local: &LocalParam) -> Result<Tensor> {
             target_slice.finish()?;
         });
     }
-    Ok(to_device(&flat, local.handle.shard_device())?)
+    Ok(())
 }

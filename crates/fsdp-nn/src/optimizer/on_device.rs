@@ -1,9 +1,11 @@
-//! The update rules as candle ops, for parameters that are not in host memory.
+//! The update rules for parameters that are not in host memory: by kernels, of which one launch
+//! steps all parameters of a group, or as candle ops where there are none.
 //!
-//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those
-//! by roundings. Half types are computed in `f32` and rounded once a step.
+//! The same formulas as [`Algorithm::update`]'s; results differ from those by roundings. Half types
+//! are computed in `f32` and rounded once a step.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+use fsdp_ops::step;
 
 use crate::algorithm::{
     AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions, bias_correction,
@@ -14,7 +16,7 @@ use crate::algorithm::{
 const PIECE_LEN: usize = if cfg!(test) { 2 } else { 1 << 24 };
 
 /// An update of a parameter: the rule, and the step that it is of, as in [`Algorithm::update`].
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Update<'a> {
     pub(super) algorithm: &'a Algorithm,
     /// The number of the update, from 1.
@@ -23,10 +25,117 @@ pub(super) struct Update<'a> {
     pub(super) is_first: bool,
 }
 
+/// The updates of a group, which are launched together.
+#[derive(Debug)]
+pub(super) struct Launches<'a> {
+    /// The factor by which gradients are multiplied first.
+    factor: f64,
+    /// The updates of each step of the rule: parameters may be in different steps.
+    updates: Vec<(Update<'a>, Vec<step::Update>)>,
+}
+
+impl<'a> Launches<'a> {
+    /// Makes an empty list. Gradients are going to be multiplied by a factor first.
+    pub(super) const fn new(factor: f64) -> Self {
+        Launches {
+            factor,
+            updates: Vec::new(),
+        }
+    }
+
+    /// Returns `true` if parameters of this dtype on this device are updated by kernels.
+    pub(super) fn can_step(device: &Device, dtype: DType) -> Result<bool> {
+        step::has_kernels(device, dtype)
+    }
+
+    /// Adds the update of a piece of a parameter, which is done by [`Self::run`], or at once if
+    /// there is no kernel for it: only where the factor is 1.
+    pub(super) fn add(
+        &mut self,
+        update: Update<'a>,
+        param: Tensor,
+        grad: Tensor,
+        state: Vec<Tensor>,
+    ) -> Result<()> {
+        if !Self::can_step(param.device(), param.dtype())? {
+            return update.apply(&param, &grad, &state);
+        }
+        let one = step::Update { param, grad, state };
+        let same_step = self.updates.iter_mut().find(|(other, updates)| {
+            other.step == update.step
+                && other.is_first == update.is_first
+                && updates[0].param.dtype() == one.param.dtype()
+        });
+        match same_step {
+            Some((_, updates)) => updates.push(one),
+            None => self.updates.push((update, vec![one])),
+        }
+        Ok(())
+    }
+
+    /// Queues the launches of all updates.
+    pub(super) fn run(self) -> Result<()> {
+        self.updates
+            .iter()
+            .try_for_each(|(update, updates)| step::update(&update.rule(), self.factor, updates))
+    }
+}
+
 impl Update<'_> {
+    /// Returns the rule with the numbers of the step, as kernels take it.
+    fn rule(self) -> step::Rule {
+        match self.algorithm {
+            Algorithm::Sgd(options) => step::Rule::Sgd {
+                maximize: options.maximize,
+                weight_decay: options.weight_decay,
+                lr: options.lr,
+                momentum: options.momentum,
+                dampening: options.dampening,
+                nesterov: options.nesterov,
+                is_first: self.is_first,
+            },
+            Algorithm::Adam(options) | Algorithm::AdamW(options) => {
+                // AdamW shrinks the parameter, and Adam adds a penalty to the gradient.
+                let is_decoupled = matches!(self.algorithm, Algorithm::AdamW(_));
+                let (decay, penalty) = if is_decoupled {
+                    (options.weight_decay, 0.0)
+                } else {
+                    (0.0, options.weight_decay)
+                };
+                step::Rule::Adam {
+                    maximize: options.maximize,
+                    weight_decay: penalty,
+                    keep: 1.0 - options.lr * decay,
+                    betas: options.betas,
+                    eps: options.eps,
+                    step_size: options.lr / bias_correction(options.betas.0, self.step),
+                    correction: bias_correction(options.betas.1, self.step).sqrt(),
+                }
+            }
+            Algorithm::Adagrad(options) => step::Rule::Adagrad {
+                maximize: options.maximize,
+                weight_decay: options.weight_decay,
+                rate: options.lr / (1.0 + (f64::from(self.step) - 1.0) * options.lr_decay),
+                eps: options.eps,
+            },
+            Algorithm::ScheduleFreeAdamW(options) => step::Rule::ScheduleFree {
+                weight_decay: options.weight_decay,
+                beta2: options.betas.1,
+                correction: options.bias_correction(),
+                eps: options.eps,
+                iterate_weight: options.z_weight(),
+                gradient_factor: options.gradient_factor(),
+                lr: options.scheduled_lr,
+            },
+            Algorithm::Adafactor(_) | Algorithm::Muon(_) => {
+                unreachable!("`Optimizer::step` updates parameters that must be whole by itself")
+            }
+        }
+    }
+
     /// Updates a piece of a parameter once, in place. `state` is in the order of the schema, and
     /// has as many tensors; all are one-dimensional, contiguous and equally long.
-    pub(super) fn apply(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
+    fn apply(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
         let numel = param.elem_count();
         for start in (0..numel).step_by(PIECE_LEN) {
             let len = PIECE_LEN.min(numel - start);

@@ -5,11 +5,14 @@ use std::sync::Arc;
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
 
+use super::Optimizer;
 use super::factored::step_factored;
-use super::local::{LocalParam, LocalState, begin_state, initial_state};
+use super::local::{
+    LocalParam, LocalState, ParamState, begin_state, begin_states_on_device, initial_state,
+};
 use super::matrices::step_matrices;
+use super::on_device::{Launches, Update};
 use super::owners::GroupStep;
-use super::{Optimizer, on_device};
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 use crate::error::{NnError, Result};
 use crate::tasks;
@@ -42,6 +45,28 @@ impl Optimizer {
     /// the last update of a matrix by Muon. If it does not, the other ranks learn nothing of the
     /// error: end the run.
     pub fn step(&mut self) -> Result<()> {
+        self.step_scaled(1.0)
+    }
+
+    /// Returns `true` if [`Self::step_scaled`] can multiply gradients by a factor while it reads
+    /// them: if they are on a GPU, and all parameters are updated by kernels.
+    pub(crate) fn scales_gradients(&self) -> Result<bool> {
+        for local in &self.locals {
+            let algorithm = &self.groups[local.group].algorithm;
+            let device = local.handle.shard_device();
+            if algorithm.needs_whole_parameters()
+                || !Launches::can_step(device, local.handle.dtype())?
+            {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Does what [`Self::step`] does, with gradients that are multiplied by a factor, which is 1
+    /// unless the optimizer [`scales_gradients`](Self::scales_gradients). The gradients stay as
+    /// they are.
+    pub(crate) fn step_scaled(&mut self, factor: f64) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
         self.parameters.check_not_swapped()?;
         self.check_groups()?;
@@ -70,7 +95,7 @@ impl Optimizer {
         for (index, (algorithm, has_gradients)) in begun_algorithms.into_iter().enumerate() {
             self.groups[index].algorithm = algorithm;
             if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
-                outcome = self.step_group(index);
+                outcome = self.step_group(index, factor);
                 if outcome.is_ok() && has_gradients {
                     self.groups[index].algorithm.end_step();
                 }
@@ -126,11 +151,16 @@ impl Optimizer {
         self.check_algorithms(self.groups.iter().map(|group| &group.algorithm))
     }
 
-    /// Updates the parameters of a group, each by itself. No communication.
-    fn step_group(&mut self, index: usize) -> Result<()> {
-        let locals = self.locals_of_group(index);
+    /// Updates the parameters of a group: each by itself, and those on a GPU together. No
+    /// communication.
+    fn step_group(&mut self, index: usize, factor: f64) -> Result<()> {
+        let range = self.locals_of_group(index);
         let algorithm = &self.groups[index].algorithm;
-        for local in &mut self.locals[locals] {
+        let locals = &mut self.locals[range];
+        begin_states_on_device(algorithm, locals)?;
+        let mut launches = Launches::new(factor);
+        let mut launched_states = Vec::new();
+        for (position, local) in locals.iter_mut().enumerate() {
             if !local.requires_grad() || local.handle.grad().is_none() {
                 continue;
             }
@@ -139,7 +169,18 @@ impl Optimizer {
                 begin_state(algorithm, local)?;
                 continue;
             }
-            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?);
+            let state = with_float!(local.handle.dtype(), T => {
+                step_local::<T>(algorithm, local, &mut launches)?
+            });
+            if local.handle.shard_device().is_cpu() {
+                local.state = state;
+            } else {
+                launched_states.push((position, state));
+            }
+        }
+        launches.run()?;
+        for (position, state) in launched_states {
+            locals[position].state = state;
         }
         Ok(())
     }
@@ -152,15 +193,17 @@ impl Optimizer {
     }
 }
 
-/// Updates one local parameter and its state. On an error the state is what it was.
+/// Updates one local parameter and the tensors of its state, and returns the new state. If the
+/// parameter is on a GPU, this only adds the update to `launches`.
 ///
 /// State may lack entries of the algorithm, for example if it comes from a checkpoint of another
 /// algorithm. Then a missing `step` counts from 0, and missing tensors start with their initial
 /// values.
-pub(super) fn step_local<T: Scalar + Float>(
-    algorithm: &Algorithm,
-    local: &mut LocalParam,
-) -> Result<()> {
+fn step_local<'a, T: Scalar + Float>(
+    algorithm: &'a Algorithm,
+    local: &LocalParam,
+    launches: &mut Launches<'a>,
+) -> Result<Option<ParamState>> {
     // The tensors are shared: what is changed here is only which of them there are, and the step.
     let mut state = match &local.state {
         Some(state) => state.clone(),
@@ -210,12 +253,12 @@ pub(super) fn step_local<T: Scalar + Float>(
             .map(|flat| flat.narrow(0, segment.start, segment.len))
             .collect::<candle_core::Result<Vec<_>>>()?;
         if !local.handle.shard_device().is_cpu() {
-            let update = on_device::Update {
+            let update = Update {
                 algorithm,
                 step,
                 is_first,
             };
-            update.apply(&param, &grad, &pieces)?;
+            launches.add(update, param, grad, pieces)?;
             continue;
         }
         let grad = HostSlice::<T>::read(&grad)?;
@@ -239,6 +282,5 @@ pub(super) fn step_local<T: Scalar + Float>(
         state.step = Some(step);
     }
     // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
-    local.state = state.unless_empty();
-    Ok(())
+    Ok(state.unless_empty())
 }

@@ -134,15 +134,36 @@ impl ShardedParameters {
         // Step 3: do it.
         if !step.is_skipped {
             let clip = clip_factor(step.grad_norm, options.max_norm);
-            self.scale_gradients(clip, clip * unscale.unwrap_or(1.0))?;
-            let _span = info_span!("optimizer").entered();
-            optimizers.iter_mut().try_for_each(Optimizer::step)?;
+            self.step_clipped(optimizers, clip, clip * unscale.unwrap_or(1.0))?;
             if let Some(scaler) = scaler {
                 scaler.count_step(true);
             }
         }
         self.zero_grad();
         Ok(step)
+    }
+
+    /// Steps optimizers with gradients that are multiplied by a factor: `on_host` those in the
+    /// host's memory, and `on_device` those on a GPU.
+    fn step_clipped(
+        &self,
+        optimizers: &mut [Optimizer],
+        on_host: f64,
+        on_device: f64,
+    ) -> Result<()> {
+        let _span = info_span!("optimizer").entered();
+        let mut scale_themselves = true;
+        for optimizer in &*optimizers {
+            scale_themselves &= optimizer.scales_gradients()?;
+        }
+        let mut factor = on_device;
+        if !scale_themselves {
+            self.scale_gradients(on_host, on_device)?;
+            factor = 1.0;
+        }
+        optimizers
+            .iter_mut()
+            .try_for_each(|optimizer| optimizer.step_scaled(factor))
     }
 
     /// Returns what this rank tells the others. Gradients in the host's memory are unscaled; those

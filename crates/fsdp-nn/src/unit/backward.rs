@@ -11,7 +11,7 @@ use super::handle::{FlatParamHandle, HandleState};
 use crate::config::{BackwardPrefetch, cast};
 use crate::error::Result;
 use crate::exchange::gradient::{copy_gradient, flat_gradient};
-use crate::exchange::{Reduction, device};
+use crate::exchange::{Reduction, UnitExchange, device};
 use crate::tasks;
 
 impl FlatParamHandle {
@@ -87,9 +87,12 @@ impl FlatParamHandle {
             gradients.has_own_gradient[*param] = true;
         }
         let exchange = &self.exchange;
+        if !exchange.device.is_cpu() {
+            return self.flatten_on_device(&mut gradients.unsharded, received);
+        }
         // Several threads are fastest if they add to a buffer of zeros. A single one is faster if
         // it writes each element once, without zeros first.
-        if gradients.unsharded.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
+        if gradients.unsharded.is_none() && tasks::is_alone() {
             let (first_grads, later_grads) = self.split_first_gradients(received);
             gradients.unsharded = Some(self.make_flat_gradient(first_grads)?);
             received = later_grads;
@@ -99,13 +102,43 @@ impl FlatParamHandle {
             let grad = cast(grad, Some(exchange.reduce_dtype))?;
             let range = exchange.layout.param_range(param);
             let accumulate = std::mem::replace(&mut is_written[param], true);
-            if !exchange.device.is_cpu() {
-                device::copy_gradient(&grad, flat, range, accumulate)?;
-            } else {
-                with_float!(exchange.reduce_dtype, T => {
-                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(flat)?[range], accumulate)?;
-                });
-            }
+            with_float!(exchange.reduce_dtype, T => {
+                copy_gradient::<T>(&grad, &mut HostSliceMut::write(flat)?[range], accumulate)?;
+            });
+        }
+        Ok(())
+    }
+
+    /// Copies received gradients on a GPU into the unsharded flat gradient, or adds them to it: all
+    /// of them together, as far as each parameter has one.
+    fn flatten_on_device(
+        &self,
+        unsharded: &mut Option<Unsharded>,
+        mut received: Vec<(usize, Tensor)>,
+    ) -> Result<()> {
+        let UnitExchange {
+            layout,
+            reduce_dtype,
+            device,
+            ..
+        } = &*self.exchange;
+        if unsharded.is_none() {
+            let (first_grads, later_grads) = self.split_first_gradients(received);
+            let is_written = vec![true; self.params.len()];
+            let flat = device::flat_gradient(layout, first_grads, *reduce_dtype, device)?;
+            *unsharded = Some(Unsharded { flat, is_written });
+            received = later_grads;
+        }
+        let Unsharded { flat, .. } = self.unsharded_or_zeros(unsharded)?;
+        // A parameter that is used at several places has a gradient of each.
+        while !received.is_empty() {
+            let (first_grads, later_grads) = self.split_first_gradients(received);
+            let grads = first_grads.into_iter().enumerate();
+            let grads: Vec<(usize, Tensor)> = grads
+                .filter_map(|(param, grad)| Some((param, grad?)))
+                .collect();
+            device::add_gradients(flat, layout, &grads)?;
+            received = later_grads;
         }
         Ok(())
     }

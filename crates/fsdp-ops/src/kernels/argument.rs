@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use candle_core::{Layout, Result};
 
 use super::memory::{Operand, Output};
+use super::pieces::Pieces;
 
 /// An argument of a kernel.
 #[derive(Clone, Copy)]
@@ -27,6 +28,8 @@ pub(crate) enum Argument<'a> {
     Attention(AttentionSizes),
     /// A `Rotation`.
     Rotation(RotationSizes),
+    /// A `Pieces`.
+    Pieces(&'a Pieces),
 }
 
 /// The elements from one batch, head and position to the next: `Strides` of `common.cuh`.
@@ -98,6 +101,7 @@ pub(super) enum Value {
     Double(f64),
     Attention(AttentionSizes),
     Rotation(RotationSizes),
+    Pieces(Box<Pieces>),
 }
 
 impl Value {
@@ -124,6 +128,7 @@ impl Value {
             Argument::Word(word) => Value::Word(word),
             Argument::Attention(sizes) => Value::Attention(sizes),
             Argument::Rotation(sizes) => Value::Rotation(sizes),
+            Argument::Pieces(pieces) => Value::Pieces(Box::new(pieces.clone())),
         })
     }
 
@@ -136,6 +141,7 @@ impl Value {
             Value::Double(value) => (&raw const *value).cast_mut().cast(),
             Value::Attention(value) => (&raw const *value).cast_mut().cast(),
             Value::Rotation(value) => (&raw const *value).cast_mut().cast(),
+            Value::Pieces(value) => (&raw const **value).cast_mut().cast(),
         }
     }
 }

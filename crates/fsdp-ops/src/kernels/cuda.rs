@@ -149,9 +149,18 @@ pub(super) fn finish(storage: &mut CudaStorage) -> Result<()> {
         CudaStorageSlice::BF16(slice) => drop(slice.device_ptr_mut(&stream)),
         CudaStorageSlice::F16(slice) => drop(slice.device_ptr_mut(&stream)),
         CudaStorageSlice::U32(slice) => drop(slice.device_ptr_mut(&stream)),
+        CudaStorageSlice::F64(slice) => drop(slice.device_ptr_mut(&stream)),
         _ => return unknown_type_error(),
     }
     Ok(())
+}
+
+/// Returns the address of the first element of a tensor that has this storage.
+///
+/// # Errors
+/// Those of [`address`].
+pub(super) fn first_address(storage: &CudaStorage, operand: &Operand<'_>) -> Result<u64> {
+    Ok(address(operand, &storage.device.cuda_stream())?.0)
 }
 
 /// Returns the address of a tensor's first element, and what ends its use.
@@ -173,6 +182,7 @@ fn address<'a>(operand: &Operand<'a>, stream: &'a CudaStream) -> Result<(u64, Sy
         CudaStorageSlice::F16(slice) => address_in(slice, start, last, stream),
         CudaStorageSlice::U32(slice) => address_in(slice, start, last, stream),
         CudaStorageSlice::I64(slice) => address_in(slice, start, last, stream),
+        CudaStorageSlice::F64(slice) => address_in(slice, start, last, stream),
         _ => unknown_type_error(),
     }
 }

@@ -64,6 +64,7 @@ pub(super) fn allocate(dtype: DType, len: usize) -> Result<CpuStorage> {
         DType::BF16 => CpuStorage::BF16(vec![half::bf16::NAN; len]),
         DType::F16 => CpuStorage::F16(vec![half::f16::NAN; len]),
         DType::U32 => CpuStorage::U32(vec![u32::MAX; len]),
+        DType::F64 => CpuStorage::F64(vec![f64::NAN; len]),
         dtype => candle_core::bail!("kernels write no {dtype:?}"),
     })
 }
@@ -127,7 +128,7 @@ pub(super) fn launch(kernel: Kernel, grid: Grid, arguments: &[Argument<'_>]) -> 
 }
 
 /// Returns the address of a tensor's first element.
-fn address(operand: &Operand<'_>) -> Result<u64> {
+pub(super) fn address(operand: &Operand<'_>) -> Result<u64> {
     let Memory::Cpu(storage) = operand.memory else {
         candle_core::bail!("a tensor on another device");
     };
@@ -145,6 +146,7 @@ fn address(operand: &Operand<'_>) -> Result<u64> {
         CpuStorage::F16(values) => address_in!(values),
         CpuStorage::U32(values) => address_in!(values),
         CpuStorage::I64(values) => address_in!(values),
+        CpuStorage::F64(values) => address_in!(values),
         storage => candle_core::bail!("kernels read no {storage:?}"),
     })
 }

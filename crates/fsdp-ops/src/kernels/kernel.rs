@@ -24,7 +24,9 @@ pub(crate) enum Module {
     CrossEntropy,
     Dropout,
     Elementwise,
+    Gradients,
     Norm,
+    Optimizer,
     Rope,
     Softmax,
 }
@@ -39,7 +41,9 @@ impl Module {
             Module::CrossEntropy => "cross_entropy",
             Module::Dropout => "dropout",
             Module::Elementwise => "elementwise",
+            Module::Gradients => "gradients",
             Module::Norm => "norm",
+            Module::Optimizer => "optimizer",
             Module::Rope => "rope",
             Module::Softmax => "softmax",
         }

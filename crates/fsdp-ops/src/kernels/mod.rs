@@ -11,6 +11,7 @@ mod cuda;
 pub(crate) mod host;
 mod kernel;
 mod memory;
+pub(crate) mod pieces;
 mod runner;
 
 use candle_core::{DType, Device, Result, Tensor};

@@ -5,6 +5,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Error, Result};
 
 use super::argument::Argument;
 use super::kernel::{Grid, Kernel};
+use super::memory::Operand;
 
 /// Returns the bytes of shared memory that a block may have.
 ///
@@ -19,6 +20,14 @@ pub(super) const fn shared_bytes(_: &CudaDevice) -> Result<usize> {
 /// # Errors
 /// Always.
 pub(super) const fn allocate(_: &CudaDevice, _: DType, _: usize) -> Result<CudaStorage> {
+    Err(Error::NotCompiledWithCudaSupport)
+}
+
+/// Returns an address.
+///
+/// # Errors
+/// Always.
+pub(super) const fn first_address(_: &CudaStorage, _: &Operand<'_>) -> Result<u64> {
     Err(Error::NotCompiledWithCudaSupport)
 }
 

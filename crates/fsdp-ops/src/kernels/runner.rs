@@ -28,6 +28,13 @@ impl Runner {
         Runner { device }
     }
 
+    /// Returns what runs kernels on a device.
+    pub(crate) fn on(device: &Device) -> Self {
+        Runner {
+            device: device.clone(),
+        }
+    }
+
     /// Makes memory for `len` elements. Kernels have to write each of them.
     ///
     /// # Errors

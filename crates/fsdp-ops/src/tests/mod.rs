@@ -7,6 +7,7 @@ mod dropout;
 mod kernels;
 mod nothing;
 mod refusals;
+mod step;
 
 use candle_core::{DType, Result, Tensor, Var};
 
