@@ -1,8 +1,9 @@
 //! The interface between process groups and backends: rounds.
 //!
-//! Every operation consists of one or two rounds. In a round each rank shows a short record to all
-//! others, and publishes the bytes that it sends. Once all records have arrived, each rank plans
-//! from them which ranges of bytes it reads from which rank, and where they go.
+//! Every operation consists of one or two rounds. In a round each rank casts a [ballot](Ballot),
+//! with a few bytes attached for all others, and publishes the bytes that it sends. Once the
+//! ballots of all ranks are merged, each rank plans from the attachments which ranges of bytes it
+//! reads from which rank, and where they go.
 //!
 //! [`ProcessGroup`](crate::ProcessGroup) knows the operations; a backend only knows rounds.
 
@@ -11,11 +12,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 #[cfg(feature = "nccl")]
 use cudarc::driver::{CudaStream, sys::CUdeviceptr};
 #[cfg(feature = "nccl")]
 use fsdp_layout::DType;
 
+use crate::ballot::Ballot;
 use crate::error::CommError;
 #[cfg(feature = "nccl")]
 use crate::record::Call;
@@ -33,8 +36,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
-    /// `plan` is called once, with the records of all ranks in rank order. If it returns `None`, no
-    /// bytes move. The plans of all ranks must fit together. When this returns, with or without an
+    /// `plan` is called once, with the outcome. If it returns `None`, no bytes move. The plans of all ranks must fit together. When this returns, with or without an
     /// error, no rank reads `send` any more.
     ///
     /// # Errors
@@ -42,7 +44,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError>;
@@ -176,7 +178,8 @@ pub(crate) struct Members {
 /// The number of a round, and its deadline.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Round<'a> {
-    /// The number of rounds of this group before this one.
+    /// A number that is larger than those of all rounds of this group before this one. Ranks may
+    /// skip numbers.
     pub(crate) number: u64,
     /// The number of operations of this group before this one.
     pub(crate) sequence: u64,
@@ -222,9 +225,28 @@ impl<'a> Round<'a> {
     }
 }
 
-/// Plans a rank's part of a round from the records of all ranks.
+/// A rank's say in a round.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Vote<'a> {
+    pub(crate) ballot: Ballot,
+    /// The bytes that all other ranks get.
+    pub(crate) attachment: &'a [u8],
+}
+
+/// The outcome of the vote in a round. It is the same on all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// The merged ballot of all ranks.
+    pub(crate) ballot: Ballot,
+    /// The attachments of all ranks, in rank order.
+    pub(crate) attachments: Vec<Bytes>,
+    /// The number of ballots that this rank has sent.
+    pub(crate) sent_ballots: usize,
+}
+
+/// Plans a rank's part of a round from the outcome of the vote.
 pub(crate) type Planner<'p, 'a> =
-    Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
+    Box<dyn FnOnce(&Tally) -> Result<Option<Plan<'p>>, CommError> + 'a>;
 
 /// The direction in which bytes move in a round. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

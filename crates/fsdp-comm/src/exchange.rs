@@ -12,7 +12,7 @@ use crate::backend::{Destination, Pattern, Plan};
 use crate::buffer::reserve;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
-use crate::record::{Call, Fault, Record};
+use crate::record::{Attachment, Call, Fault};
 use crate::wire;
 
 /// The largest object, in bytes, that a rank may send. All objects together may be larger: what a
@@ -70,10 +70,9 @@ impl Turn<'_> {
             Cow::Borrowed(&[][..])
         };
         let mut planned = None;
-        self.round(fault, sizes, &first_piece, |records| {
-            // The sizes come from the records of others, and are checked before anything is
-            // reserved.
-            let found = Routes::new(records, global_ranks, &name, pattern)?;
+        self.round(fault, sizes, &first_piece, |attachments| {
+            // The sizes come from others, and are checked before anything is reserved.
+            let found = Routes::new(attachments, global_ranks, &name, pattern)?;
             let fits = found.busiest_rank_bytes() <= ROUND_BYTES;
             if fits {
                 // Others may be reading the bytes of this rank already, so they must be told if it
@@ -145,19 +144,19 @@ struct Routes {
 }
 
 impl Routes {
-    /// Reads the sizes from the records of all ranks.
+    /// Reads the sizes from the attachments of all ranks.
     ///
     /// # Errors
     /// An object that is larger than [`MAX_OBJECT_BYTES`].
     fn new(
-        records: &[Record<'_>],
+        attachments: &[Attachment<'_>],
         ranks: &[usize],
         operation: &str,
         pattern: Pattern,
     ) -> Result<Self, CommError> {
-        let mut sizes = Vec::with_capacity(records.len());
-        for (record, rank) in records.iter().zip(ranks) {
-            let own_sizes = &record.header.own_numbers;
+        let mut sizes = Vec::with_capacity(attachments.len());
+        for (attachment, rank) in attachments.iter().zip(ranks) {
+            let own_sizes = &attachment.numbers;
             if let Some(size) = own_sizes
                 .iter()
                 .find(|&&size| size > MAX_OBJECT_BYTES as u64)
@@ -287,7 +286,6 @@ impl Routes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{Header, Operation};
 
     fn gather(sizes: Vec<Vec<usize>>) -> Routes {
         Routes {
@@ -337,20 +335,11 @@ mod tests {
 
     #[test]
     fn a_size_that_no_object_may_have_is_refused_and_the_rank_is_named() {
-        let record = |own_numbers: Vec<u64>| {
-            let header = Header {
-                call: Call::new(Operation::GatherObject),
-                fault: None,
-                own_numbers,
-                inline: true,
-            };
-            Record {
-                header: std::borrow::Cow::Owned(header),
-                payload: &[],
-            }
-        };
-        let records = [record(vec![1]), record(vec![u64::MAX])];
-        let error = Routes::new(&records, &[0, 7], "gather_object", Pattern::AllGather)
+        let attachments = [1, u64::MAX].map(|size| Attachment {
+            numbers: vec![size],
+            payload: &[],
+        });
+        let error = Routes::new(&attachments, &[0, 7], "gather_object", Pattern::AllGather)
             .map(|_| ())
             .unwrap_err();
         assert!(

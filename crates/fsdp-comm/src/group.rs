@@ -7,16 +7,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, Members, Plan, Round};
+use crate::backend::{Backend, Members, Plan, Round, Tally, Vote};
+use crate::ballot::{Ballot, NO_RANK};
 use crate::blame;
 use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
-use crate::record::{Call, Fault, Header, Operation, Record};
+use crate::record::{Attachment, Call, Fault, Operation, Record};
 use crate::sync::lock;
 use crate::traffic::Traffic;
 use crate::wire;
 
-/// The largest payload that a rank sends along with its record.
+/// The largest payload that a rank attaches to its ballot.
 pub(crate) const INLINE_BYTES: usize = 4096;
 
 /// One rank's handle on a group of ranks that call the same operations in the same order.
@@ -50,7 +51,7 @@ struct SharedGroup {
 struct Progress {
     /// The number of operations so far.
     sequence: u64,
-    /// The number of rounds so far.
+    /// The number of rounds so far, without those in which ranks show why they are not unanimous.
     rounds: u64,
     /// The error that ended the group, if one has.
     failure: Option<CommError>,
@@ -329,7 +330,8 @@ impl Turn<'_> {
     /// Returns the last round that has begun.
     fn current_round(&self) -> Round<'_> {
         Round {
-            number: self.progress.rounds - 1,
+            // The odd number after this one is that of the round in which ranks show their records.
+            number: 2 * (self.progress.rounds - 1),
             sequence: self.call.sequence,
             operation: self.call.name(),
             timeout: self.timeout,
@@ -342,8 +344,8 @@ impl Turn<'_> {
         self.round(None, Vec::new(), &[], |_| Ok(None))
     }
 
-    /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all records,
-    /// and moves the bytes.
+    /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all
+    /// attachments, and moves the bytes.
     ///
     /// `own_numbers` are numbers of this rank that the plans need, besides the call. `plan` must
     /// come to fitting results on all ranks. It is not called if a rank has a fault, or if the
@@ -353,7 +355,7 @@ impl Turn<'_> {
         fault: Option<Fault>,
         own_numbers: Vec<u64>,
         send: &[u8],
-        plan: impl FnOnce(&[Record<'_>]) -> Result<Option<Plan<'p>>, CommError>,
+        plan: impl FnOnce(&[Attachment<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
         self.progress.rounds += 1;
         let SharedGroup {
@@ -363,48 +365,110 @@ impl Turn<'_> {
             rank, global_ranks, ..
         } = backend.members();
         let call = &self.call;
-        let header = Header {
-            call: call.clone(),
-            fault,
-            own_numbers,
-            inline: send.len() <= INLINE_BYTES,
-        };
-        let encoded = wire::encode(&header)
+        let is_inline = send.len() <= INLINE_BYTES;
+        let agreed_call = Ballot::new(call)
             .map_err(|message| CommError::object(call.name(), "encode", message))?;
-        lock(&totals.traffic).control_bytes_sent +=
-            (encoded.len() * (global_ranks.len() - 1)) as u64;
-        let payload = if header.inline { send } else { &[] };
-        let record = [&encoded, payload].concat();
-        let planner = Box::new(|records: &[&[u8]]| {
-            let mut decoded = Vec::with_capacity(records.len());
-            for (sender, bytes) in records.iter().enumerate() {
-                // This rank knows its own record, whatever others say.
-                let bytes = if sender == *rank { &record[..] } else { bytes };
-                decoded.push(Record::decode(bytes, &header, &encoded, call.name())?);
+        let ballot = Ballot {
+            // A group has far fewer ranks than this type has numbers.
+            failed_rank: fault.as_ref().map_or(NO_RANK, |_| *rank as u32),
+            is_partial: !is_inline,
+            ..agreed_call
+        };
+        let attachment = Attachment {
+            numbers: own_numbers,
+            payload: if is_inline { send } else { &[] },
+        };
+        let encoded = attachment.encode();
+        let vote = Vote {
+            ballot,
+            attachment: &encoded,
+        };
+        let control_bytes = encoded.len() - attachment.payload.len();
+        let mut is_unanimous = true;
+        let outcome = self.vote(0, &vote, control_bytes, send, |tally| {
+            is_unanimous = tally.ballot.is_unanimous();
+            if !is_unanimous {
+                return Ok(None);
             }
-            compare(&decoded, global_ranks)?;
-            let Some(plan) = plan(&decoded)? else {
+            let decoded = tally.attachments.iter();
+            let attachments = decoded
+                .map(|bytes| Attachment::decode(bytes, call.name()))
+                .collect::<Result<Vec<_>, _>>()?;
+            let Some(plan) = plan(&attachments)? else {
                 return Ok(None);
             };
             let (sent, received) = plan.moved_bytes(*rank);
             lock(&totals.traffic).record_payload(call.dtype.is_some(), sent, received);
-            if !decoded.iter().all(|record| record.header.inline) {
+            if tally.ballot.is_partial {
                 return Ok(Some(plan));
             }
-            let payloads: Vec<&[u8]> = decoded.iter().map(|record| record.payload).collect();
+            let payloads: Vec<&[u8]> = attachments
+                .iter()
+                .map(|attachment| attachment.payload)
+                .collect();
             plan.deliver(&payloads, *rank)
                 .map_err(|(sender, published)| {
                     too_short_error(call, global_ranks[sender], published)
                 })?;
             Ok(None)
         });
-        let outcome = backend.round(&self.current_round(), &record, send, planner);
+        let outcome = if is_unanimous {
+            outcome
+        } else {
+            outcome.and_then(|()| self.show_records(fault))
+        };
         self.end_round(outcome)
+    }
+
+    /// Shows the record of this rank to all others, and returns the error that follows from those
+    /// of all ranks. All ranks call this after a vote in which they were not unanimous.
+    fn show_records(&self, fault: Option<Fault>) -> Result<(), CommError> {
+        let name = self.call.name();
+        let record = Record {
+            call: self.call.clone(),
+            fault,
+        };
+        let encoded =
+            wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
+        let vote = Vote {
+            ballot: Ballot::blank(),
+            attachment: &encoded,
+        };
+        self.vote(1, &vote, encoded.len(), &[], |tally| {
+            let records: Vec<Record> = (tally.attachments.iter())
+                .map(|bytes| wire::decode(bytes))
+                .collect::<Result<_, _>>()
+                .map_err(|message| CommError::object(name, "decode", message))?;
+            Err(difference_error(&records, self.group.global_ranks()))
+        })
+    }
+
+    /// Votes in the current round or, if `part` is 1, in the one after it in which ranks show their
+    /// records. Of the attachment, `control_bytes` are no payload.
+    fn vote<'p>(
+        &self,
+        part: u64,
+        vote: &Vote<'_>,
+        control_bytes: usize,
+        send: &[u8],
+        plan: impl FnOnce(&Tally) -> Result<Option<Plan<'p>>, CommError>,
+    ) -> Result<(), CommError> {
+        let SharedGroup {
+            backend, totals, ..
+        } = &*self.group.shared;
+        let mut round = self.current_round();
+        round.number += part;
+        let others = self.group.world_size() - 1;
+        let planner = Box::new(|tally: &Tally| {
+            lock(&totals.traffic).record_control(tally.sent_ballots, control_bytes * others);
+            plan(tally)
+        });
+        backend.round(&round, vote, send, planner)
     }
 
     /// Ends the current round. If it has failed in a way that ends the group, all ranks are told.
     fn end_round<R>(&mut self, outcome: Result<R, CommError>) -> Result<R, CommError> {
-        let round_number = self.progress.rounds - 1;
+        let round_number = self.current_round().number;
         blame::record(self.group.global_rank(), outcome).inspect_err(|error| {
             if error.ends_group() {
                 self.progress.failure = Some(error.clone());
@@ -446,13 +510,13 @@ impl Turn<'_> {
     }
 }
 
-/// Compares the records of all ranks. A fault of any rank is the error of all; otherwise all calls
-/// must be the same.
-fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
-    let first_call = &records[0].header.call;
+/// Returns the error of ranks that are not unanimous, given the records of all. A fault of any rank
+/// is the error of all; otherwise their calls differ.
+fn difference_error(records: &[Record], ranks: &[usize]) -> CommError {
+    let first_call = &records[0].call;
     let mut failures = Vec::new();
     for (record, &rank) in records.iter().zip(ranks) {
-        if let Some(Fault { kind, message }) = &record.header.fault {
+        if let Some(Fault { kind, message }) = &record.fault {
             failures.push(RankFailure {
                 rank,
                 kind: *kind,
@@ -461,28 +525,22 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
         }
     }
     if !failures.is_empty() {
-        return Err(CommError::RankFailed {
+        return CommError::RankFailed {
             operation: first_call.name().to_owned(),
             failures,
-        });
-    }
-    if records
-        .iter()
-        .all(|record| record.header.call == *first_call)
-    {
-        return Ok(());
+        };
     }
     let calls = records
         .iter()
         .zip(ranks)
-        .map(|(record, &rank)| (rank, &record.header.call));
-    Err(CommError::Mismatch {
+        .map(|(record, &rank)| (rank, &record.call));
+    CommError::Mismatch {
         sequence: first_call.sequence,
         calls: RankCall::collect(calls),
-    })
+    }
 }
 
-/// Returns the error for a rank that published fewer bytes than its record promised. Only a bug in
+/// Returns the error for a rank that published fewer bytes than it promised. Only a bug in
 /// a backend can cause it.
 fn too_short_error(call: &Call, rank: usize, published: usize) -> CommError {
     CommError::Mismatch {

@@ -41,6 +41,7 @@
 mod access;
 mod backend;
 mod backend_kind;
+mod ballot;
 mod blame;
 mod blocking;
 mod buffer;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, Members, Planner, Round};
+use crate::backend::{Backend, Members, Planner, Round, Tally, Vote};
 use crate::error::CommError;
 use crate::sync::lock;
 
@@ -99,19 +99,19 @@ impl Backend for LinkedBackend {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
         let received_bytes = Cell::new(0);
-        let measuring_planner = Box::new(|records: &[&[u8]]| {
-            let plan = plan(records)?;
+        let measuring_planner = Box::new(|tally: &Tally| {
+            let plan = plan(tally)?;
             if let Some(plan) = &plan {
                 received_bytes.set(plan.moved_bytes(self.members().rank).1);
             }
             Ok(plan)
         });
-        self.inner.round(round, record, send, measuring_planner)?;
+        self.inner.round(round, vote, send, measuring_planner)?;
         self.link.wait_for_transfer(received_bytes.get());
         Ok(())
     }

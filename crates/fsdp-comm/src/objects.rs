@@ -210,20 +210,20 @@ impl ProcessGroup {
         };
         let mut turn = self.begin(call, Ok(()))?;
         let fault = outcome.as_ref().err().map(Fault::new);
-        turn.round(fault, schema_hashes, &[], |records| {
+        turn.round(fault, schema_hashes, &[], |attachments| {
             // The hashes are not a part of the calls, so that the error for a difference says what
             // differs.
-            if records
+            if attachments
                 .iter()
-                .all(|record| record.header.own_numbers == records[0].header.own_numbers)
+                .all(|attachment| attachment.numbers == attachments[0].numbers)
             {
                 return Ok(None);
             }
-            let schemas = records
+            let schemas = attachments
                 .iter()
                 .zip(self.global_ranks())
-                .map(|(record, &rank)| {
-                    let hashes = record.header.own_numbers.iter();
+                .map(|(attachment, &rank)| {
+                    let hashes = attachment.numbers.iter();
                     let schema: String = hashes.map(|hash| format!("{hash:016x}")).collect();
                     (rank, format!("schema {schema}"))
                 });

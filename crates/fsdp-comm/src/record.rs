@@ -1,7 +1,5 @@
-//! The record of each rank that all others get in a round: its call, its error if it has one, and
-//! its payload if that is small.
+//! The call of each rank in an operation, and what it tells the others beside its ballot.
 
-use std::borrow::Cow;
 use std::fmt;
 
 use fsdp_layout::{DType, ErrorKind, Failure};
@@ -68,7 +66,7 @@ pub(crate) struct Call {
     pub(crate) sequence: u64,
     /// The name given to `agree` or `broadcast_result`, or to the handle of the group.
     pub(crate) label: Option<String>,
-    /// The type of the elements; `None` if objects or nothing but records move.
+    /// The type of the elements; `None` if objects or nothing but ballots move.
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,
@@ -151,48 +149,45 @@ impl Fault {
     }
 }
 
-/// The encoded part of a record.
+/// What a rank shows all others if they are not unanimous, so that the error can say why.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Header {
+pub(crate) struct Record {
     pub(crate) call: Call,
     pub(crate) fault: Option<Fault>,
-    /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema
-    /// hash.
-    pub(crate) own_numbers: Vec<u64>,
-    /// `true` if everything that this rank sends follows the header in the record. Unless this is
-    /// so on all ranks, no rank uses the payloads in the records, and the payloads are transferred
-    /// after them.
-    pub(crate) inline: bool,
 }
 
-/// A decoded record: the header, and the payload behind it.
-#[derive(Debug)]
-pub(crate) struct Record<'a> {
-    pub(crate) header: Cow<'a, Header>,
+/// What a rank attaches to its ballot: numbers, and its payload if that is small.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Attachment<'a> {
+    /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema
+    /// hash.
+    pub(crate) numbers: Vec<u64>,
+    /// Everything that this rank sends, or nothing if that is too much. Unless it is everything on
+    /// all ranks, no rank uses it, and the payloads are transferred afterwards.
     pub(crate) payload: &'a [u8],
 }
 
-impl<'a> Record<'a> {
-    /// Decodes a record. `own_header` is this rank's header, and `own_encoded` its encoded form.
-    /// Most headers of other ranks are equal to it, and these are not decoded: with many ranks,
-    /// decoding would take longer than the rest of a small collective.
-    pub(crate) fn decode(
-        bytes: &'a [u8],
-        own_header: &'a Header,
-        own_encoded: &[u8],
-        operation: &str,
-    ) -> Result<Self, CommError> {
-        if let Some(payload) = bytes.strip_prefix(own_encoded) {
-            return Ok(Record {
-                header: Cow::Borrowed(own_header),
-                payload,
-            });
+impl<'a> Attachment<'a> {
+    /// Returns the attachment as bytes; none if it is empty, so that an operation that needs none
+    /// sends none.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        if self.numbers.is_empty() && self.payload.is_empty() {
+            return Vec::new();
         }
-        let (header, header_bytes) = wire::decode_prefix(bytes)
-            .map_err(|message| CommError::object(operation, "decode", message))?;
-        Ok(Record {
-            header: Cow::Owned(header),
-            payload: &bytes[header_bytes..],
+        let numbers = wire::encode(&self.numbers).expect("numbers can be encoded");
+        [&numbers, self.payload].concat()
+    }
+
+    /// Reads the attachment of another rank.
+    pub(crate) fn decode(bytes: &'a [u8], operation: &str) -> Result<Self, CommError> {
+        let (numbers, numbers_bytes) = match bytes {
+            [] => (Vec::new(), 0),
+            _ => wire::decode_prefix(bytes)
+                .map_err(|message| CommError::object(operation, "decode", message))?,
+        };
+        Ok(Attachment {
+            numbers,
+            payload: &bytes[numbers_bytes..],
         })
     }
 }
@@ -202,36 +197,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_the_same_whether_its_header_is_this_ranks_or_another() {
-        let header = |sequence: u64, own_numbers: Vec<u64>| {
-            let call = Call {
-                sequence,
-                sizes: vec![3, 4],
-                ..Call::new(Operation::AllGather)
-            };
-            Header {
-                call,
-                fault: None,
-                own_numbers,
-                inline: true,
-            }
-        };
-        let own = header(7, vec![1]);
-        let encoded = wire::encode(&own).unwrap();
-        // The last one begins as this rank's does, but is longer.
-        for other in [
-            own.clone(),
-            header(8, vec![1]),
-            header(7, vec![1, 2]),
-            header(7, Vec::new()),
-        ] {
+    fn attachments_come_back() {
+        for numbers in [vec![], vec![7], vec![u64::MAX, 0]] {
             for payload in [&b""[..], b"payload"] {
-                let bytes = [&wire::encode(&other).unwrap()[..], payload].concat();
-                let record = Record::decode(&bytes, &own, &encoded, "test").unwrap();
-                assert_eq!((&*record.header, record.payload), (&other, payload));
-                assert_eq!(matches!(record.header, Cow::Borrowed(_)), other == own);
+                let attachment = Attachment {
+                    numbers: numbers.clone(),
+                    payload,
+                };
+                let bytes = attachment.encode();
+                assert_eq!(bytes.is_empty(), numbers.is_empty() && payload.is_empty());
+                assert_eq!(Attachment::decode(&bytes, "test").unwrap(), attachment);
             }
         }
-        assert!(Record::decode(&encoded[..3], &own, &encoded, "test").is_err());
+    }
+
+    #[test]
+    fn an_attachment_without_the_numbers_that_it_promises_is_refused() {
+        for bytes in [
+            &[1][..],
+            &[1; 8],
+            &[2, 0, 0, 0, 0, 0, 0, 0, 9, 9],
+            &[255; 16],
+        ] {
+            assert!(Attachment::decode(bytes, "test").is_err(), "{bytes:?}");
+        }
     }
 }

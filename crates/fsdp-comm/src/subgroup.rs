@@ -158,15 +158,11 @@ impl Turn<'_> {
         let name = self.call.name().to_owned();
         let proposed_number = self.next_group_number();
         let mut chosen_number = 0;
-        self.round(None, vec![proposed_number], &[], |records| {
-            chosen_number = *records[first_rank]
-                .header
-                .own_numbers
-                .first()
-                .ok_or_else(|| {
-                    let message = format!("rank {global_rank} has chosen no number for a group");
-                    CommError::object(&name, "decode", message)
-                })?;
+        self.round(None, vec![proposed_number], &[], |attachments| {
+            chosen_number = *attachments[first_rank].numbers.first().ok_or_else(|| {
+                let message = format!("rank {global_rank} has chosen no number for a group");
+                CommError::object(&name, "decode", message)
+            })?;
             Ok(None)
         })?;
         let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {

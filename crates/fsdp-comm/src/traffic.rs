@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::ballot::MESSAGE_BYTES;
 use crate::record::Operation;
 
 /// The bytes that one rank has sent to and received from other ranks since it started, over all its
@@ -21,7 +22,8 @@ pub struct Traffic {
     pub object_bytes_sent: u64,
     /// Bytes of objects that came from other ranks.
     pub object_bytes_received: u64,
-    /// Bytes of fingerprints, agreement and synchronization that went to other ranks.
+    /// Bytes of fingerprints, agreement and synchronization that went to other ranks: a few for
+    /// each message by which ranks agree, and what ranks tell each other about an operation.
     pub control_bytes_sent: u64,
     /// The number of calls of each operation, whether or not they succeeded. Operations that were
     /// never called are absent.
@@ -39,6 +41,11 @@ impl Traffic {
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes_sent + self.tensor_bytes_received
+    }
+
+    /// Counts ballots that went to other ranks, and bytes beside them.
+    pub(crate) fn record_control(&mut self, sent_ballots: usize, other_bytes: usize) {
+        self.control_bytes_sent += (sent_ballots * MESSAGE_BYTES + other_bytes) as u64;
     }
 
     /// Counts the bytes of a tensor, or of objects, that went to other ranks and came from them.

@@ -201,9 +201,9 @@ fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     }
 }
 
-/// Lets strangers bother a job in which groups of more ranks than this are large. The ports of its
-/// ranks stay open if it is large itself.
-fn bother_a_job(direct_up_to: usize) {
+/// Lets strangers bother a job. The ports of its ranks stay open if it has more ranks than connect at
+/// the start.
+fn bother_a_job(connect_all_up_to: usize) {
     let greeting = greeting();
     assert!(!greeting.is_empty());
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
@@ -218,7 +218,7 @@ fn bother_a_job(direct_up_to: usize) {
             scope.spawn(move || {
                 let options = TcpOptions {
                     deadline: DEADLINE,
-                    direct_up_to,
+                    connect_all_up_to,
                     ..TcpOptions::default()
                 };
                 let group = options.connect(&environment(rank, port)).unwrap();
@@ -231,7 +231,7 @@ fn bother_a_job(direct_up_to: usize) {
         let before = resident_bytes();
         bother_all(&ports, CONNECTIONS, &greeting, 1);
         ranks.push(join(RANKS - 1));
-        let ports = if direct_up_to < RANKS {
+        let ports = if connect_all_up_to < RANKS {
             wait_for_ports(1 + RANKS)
         } else {
             vec![port]

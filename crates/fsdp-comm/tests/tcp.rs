@@ -52,8 +52,8 @@ fn rank_process() {
         shared_memory,
         ..TcpOptions::default()
     };
-    if memory.as_deref() == Some("relayed") {
-        options.direct_up_to = 1;
+    if memory.as_deref() == Some("on demand") {
+        options.connect_all_up_to = 1;
     }
     let group = options.connect(&Environment::from_env().unwrap()).unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -341,9 +341,9 @@ macro_rules! conformance_tests {
         mod sockets {
             $(#[test] fn $name() { super::run_all($prefix, "none"); })*
         }
-        // Records travel through other ranks, as they do in groups of more than 32.
-        mod relayed_records {
-            $(#[test] fn $name() { super::run_all($prefix, "relayed"); })*
+        // Ranks connect when they need to, as they do in jobs of more than 32.
+        mod connections_on_demand {
+            $(#[test] fn $name() { super::run_all($prefix, "on demand"); })*
         }
     };
 }
@@ -363,7 +363,7 @@ conformance_tests! {
 }
 
 #[test]
-fn ranks_agree_in_a_group_that_is_so_large_that_records_travel_through_others() {
+fn ranks_agree_in_a_large_group() {
     Ranks::start(
         36,
         "the ranks of a large group agree",
@@ -452,7 +452,7 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
 
 #[test]
 fn a_rank_that_is_killed_is_named() {
-    for memory in ["shared", "none", "relayed"] {
+    for memory in ["shared", "none", "on demand"] {
         for victim in [0, 2] {
             for len in [5, 3_000_000] {
                 hit(Signal::KILL, victim, len, memory, "exited without leaving");
@@ -465,7 +465,7 @@ fn a_rank_that_is_killed_is_named() {
 fn a_rank_that_is_stopped_is_named() {
     // Side by side, as each takes a whole deadline.
     std::thread::scope(|scope| {
-        for memory in ["shared", "none", "relayed"] {
+        for memory in ["shared", "none", "on demand"] {
             for (victim, len) in [(0, 5), (1, 3_000_000)] {
                 scope.spawn(move || hit(Signal::STOP, victim, len, memory, "heartbeat"));
             }

@@ -1,11 +1,15 @@
 //! The progress of all ranks of a group, and the error that ended the group, which all its ranks
 //! can see.
 
+use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
+use bytes::Bytes;
+
 use super::turns::Turns;
-use crate::backend::Round;
+use crate::backend::{Round, Tally, Vote};
+use crate::ballot::Ballot;
 use crate::error::CommError;
 use crate::sync::{lock, wait_timeout};
 
@@ -14,10 +18,12 @@ use crate::sync::{lock, wait_timeout};
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<BoardState>,
-    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on,
-    /// and not for each step of another one: with many ranks on few cores, waking them would take
-    /// longer than their computation.
-    changed: Vec<Condvar>,
+    /// The condition variable on which all ranks wait for the end of a vote.
+    voted: Condvar,
+    /// For each rank, the condition variable on which it waits for its readers. A rank is woken
+    /// when it can go on, and not for each step of another one: with many ranks on few cores,
+    /// waking them would take longer than their computation.
+    read: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
 
@@ -25,10 +31,13 @@ pub(super) struct Board {
 #[derive(Debug)]
 struct BoardState {
     ranks: Vec<RankProgress>,
-    /// The records of all ranks in the last round that all of them have entered. Those of one round
-    /// are enough, because a rank enters a round only after it has got the records of the one
-    /// before.
-    records: Arc<Vec<Vec<u8>>>,
+    /// The ranks that have voted in a round in which others are yet to vote.
+    voters: usize,
+    /// The merged ballot of these ranks.
+    ballot: Ballot,
+    /// The outcome of the last round in which all ranks have voted. That of one round is enough,
+    /// because a rank enters a round only after it has got the outcome of the one before.
+    tally: Arc<Tally>,
     /// The error that has ended the group.
     failure: Option<CommError>,
 }
@@ -36,16 +45,16 @@ struct BoardState {
 /// The progress of one rank.
 #[derive(Debug, Default)]
 struct RankProgress {
-    /// The number of rounds that the rank has entered.
-    arrived: u64,
-    /// The number of rounds in which it has finished reading from others.
+    /// The number after that of the last round in which the rank has voted.
+    voted: u64,
+    /// The number after that of the last round in which it has finished reading from others.
     finished: u64,
     /// The number of ranks that have read its bytes in this round.
     readers_done: usize,
     /// The number of readers that the rank waits for; `None` while it waits for none.
     awaits: Option<usize>,
-    /// Its record of a round that other ranks are yet to enter.
-    record: Vec<u8>,
+    /// Its attachment in a round that other ranks are yet to enter.
+    attachment: Bytes,
     /// The reason why the rank takes no further part, if it has left.
     departure: Option<String>,
 }
@@ -58,15 +67,22 @@ impl Board {
             .iter()
             .map(|_| RankProgress::default())
             .collect();
-        let changed = global_ranks.iter().map(|_| Condvar::new()).collect();
+        let read = global_ranks.iter().map(|_| Condvar::new()).collect();
         Board {
             global_ranks,
             state: Mutex::new(BoardState {
                 ranks,
-                records: Arc::default(),
+                voters: 0,
+                ballot: Ballot::blank(),
+                tally: Arc::new(Tally {
+                    ballot: Ballot::blank(),
+                    attachments: Vec::new(),
+                    sent_ballots: 0,
+                }),
                 failure: None,
             }),
-            changed,
+            voted: Condvar::new(),
+            read,
             turns,
         }
     }
@@ -75,19 +91,28 @@ impl Board {
         lock(&self.state)
     }
 
-    /// Wakes `ranks`, if they wait.
-    fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
+    /// Wakes the ranks that wait for the end of a vote.
+    fn wake_voters(&self) {
         // With turns, ranks do not wait on condition variables, but ask again in their next turn.
+        match &self.turns {
+            Some(turns) => turns.changed(),
+            None => self.voted.notify_all(),
+        }
+    }
+
+    /// Wakes those of `ranks` that wait for their readers.
+    fn wake_owners(&self, ranks: impl IntoIterator<Item = usize>) {
         match &self.turns {
             Some(turns) => turns.changed(),
             None => ranks
                 .into_iter()
-                .for_each(|rank| self.changed[rank].notify_all()),
+                .for_each(|rank| self.read[rank].notify_all()),
         }
     }
 
     fn wake_all(&self) {
-        self.wake(0..self.changed.len());
+        self.wake_voters();
+        self.wake_owners(0..self.read.len());
     }
 
     /// Ends the group, unless something already has, and wakes all ranks.
@@ -108,41 +133,50 @@ impl Board {
         }
     }
 
-    /// Shows this rank's record, waits for the records of all others, and returns all of them in
-    /// rank order. A group that has failed returns that failure at once.
-    pub(super) fn exchange(
+    /// Casts this rank's ballot, waits for all others, and returns the outcome. A group that has
+    /// failed returns that failure at once.
+    pub(super) fn vote(
         &self,
         round: &Round<'_>,
         rank: usize,
-        record: &[u8],
-    ) -> Result<Arc<Vec<Vec<u8>>>, CommError> {
-        // Copy the record before taking the lock, for which all other ranks wait.
-        let record = record.to_vec();
+        vote: &Vote<'_>,
+    ) -> Result<Arc<Tally>, CommError> {
+        // Copy the attachment before taking the lock, for which all other ranks wait.
+        let attachment = Bytes::copy_from_slice(vote.attachment);
         let mut state = self.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        state.ranks[rank].record = record;
-        state.ranks[rank].arrived = round.number + 1;
-        state.ranks[rank].readers_done = 0;
-        if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            // The last rank collects the records for all. If each rank copied them for itself,
+        state.ballot = match state.voters {
+            0 => vote.ballot,
+            _ => state.ballot.merge(vote.ballot),
+        };
+        state.voters += 1;
+        let progress = &mut state.ranks[rank];
+        progress.attachment = attachment;
+        progress.voted = round.number + 1;
+        progress.readers_done = 0;
+        if state.voters == state.ranks.len() {
+            // The last rank collects the attachments for all. If each rank copied them for itself,
             // these copies would take most of the time in a group of many ranks.
-            state.records = Arc::new(
-                state
-                    .ranks
-                    .iter_mut()
-                    .map(|rank| std::mem::take(&mut rank.record))
-                    .collect(),
-            );
+            let ranks = state.ranks.iter_mut();
+            let tally = Arc::new(Tally {
+                attachments: ranks.map(|rank| mem::take(&mut rank.attachment)).collect(),
+                ballot: state.ballot,
+                sent_ballots: usize::from(state.ranks.len() > 1),
+            });
+            state.tally = Arc::clone(&tally);
+            state.voters = 0;
             // Give the lock back before waking the others, because they would only wait for the
             // lock.
             drop(state);
-            self.wake_all();
-            state = self.lock();
+            self.wake_voters();
+            return Ok(tally);
         }
-        let complete = self.wait(state, round, rank, |rank, _| rank.arrived > round.number)?;
-        Ok(Arc::clone(&complete.records))
+        let complete = self.wait(state, round, &self.voted, |rank, _| {
+            rank.voted > round.number
+        })?;
+        Ok(Arc::clone(&complete.tally))
     }
 
     /// Records that this rank has finished reading from the `owners`, and waits until all of
@@ -168,16 +202,21 @@ impl Board {
         }
         if !ready_owners.is_empty() {
             drop(state);
-            self.wake(ready_owners);
+            self.wake_owners(ready_owners);
             state = self.lock();
         }
         // Step 2: wait for the readers of this rank's own bytes.
         state.ranks[rank].awaits = Some(readers.len());
-        let mut is_reader = vec![false; self.changed.len()];
+        let mut is_reader = vec![false; self.read.len()];
         readers.iter().for_each(|&reader| is_reader[reader] = true);
-        let mut complete = self.wait(state, round, rank, |reader_progress, other_rank| {
-            reader_progress.finished > round.number || !is_reader[other_rank]
-        })?;
+        let mut complete = self.wait(
+            state,
+            round,
+            &self.read[rank],
+            |reader_progress, other_rank| {
+                reader_progress.finished > round.number || !is_reader[other_rank]
+            },
+        )?;
         complete.ranks[rank].awaits = None;
         Ok(())
     }
@@ -190,19 +229,20 @@ impl Board {
         own_rank: usize,
         owner: usize,
     ) -> CommError {
-        self.wait(self.lock(), round, own_rank, |_, other_rank| {
+        self.wait(self.lock(), round, &self.read[own_rank], |_, other_rank| {
             other_rank != owner
         })
         .map(drop)
         .expect_err("the wait for a rank that is never ready cannot succeed")
     }
 
-    /// Waits on rank `own_rank` until all ranks are ready, and fails if one of them never will be.
+    /// Waits until all ranks are ready, and fails if one of them never will be. `changed` is
+    /// notified when that may be so.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, BoardState>,
         round: &Round<'_>,
-        own_rank: usize,
+        changed: &Condvar,
         is_ready: impl Fn(&RankProgress, usize) -> bool,
     ) -> Result<MutexGuard<'a, BoardState>, CommError> {
         let mut deadline = round.deadline;
@@ -228,7 +268,7 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            state = wait_timeout(&self.changed[own_rank], state, deadline - now);
+            state = wait_timeout(changed, state, deadline - now);
         }
     }
 

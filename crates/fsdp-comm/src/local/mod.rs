@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use self::board::Board;
 use self::slot::Slot;
-use crate::backend::{Backend, Members, Plan, Planner, Round};
+use crate::backend::{Backend, Members, Plan, Planner, Round, Vote};
 use crate::error::CommError;
 use crate::sync::lock;
 
@@ -113,7 +113,7 @@ impl Backend for LocalBackend {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
@@ -121,9 +121,7 @@ impl Backend for LocalBackend {
         let own_rank = self.members.rank;
         // Other ranks may read `send` until the end of the closure.
         slots[own_rank].lend(round.number, send, || {
-            let records = board.exchange(round, own_rank, record)?;
-            let slices: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
-            let Some(plan) = plan(&slices)? else {
+            let Some(plan) = plan(&*board.vote(round, own_rank, vote)?)? else {
                 return Ok(());
             };
             let others = (0..slots.len()).filter(|&rank| rank != own_rank);

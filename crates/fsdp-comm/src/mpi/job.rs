@@ -204,7 +204,7 @@ fn meet(
         key: store.key.clone(),
         timeout,
         deadline,
-        max_direct_group_size: TcpOptions::default().direct_up_to,
+        connect_all_up_to: TcpOptions::default().connect_all_up_to,
         // Before it leaves MPI, each rank waits for the goodbyes of all.
         connects_all: true,
     };

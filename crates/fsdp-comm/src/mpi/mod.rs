@@ -1,7 +1,7 @@
 //! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through
 //! MPI's collectives.
 //!
-//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find
+//! Ballots, errors and heartbeats are sent as in the `tcp` backend, between processes that find
 //! each other through MPI. So a rank that dies or stops is named, and all ranks agree before they
 //! make a call of MPI's, which cannot be undone. Reductions are exchanges followed by this crate's
 //! own reduction, as MPI promises no order.
@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use self::job::{Job, library_error, wait};
 use self::library::Communicator;
-use crate::backend::{Backend, Members, Plan, Planner, Round};
+use crate::backend::{Backend, Members, Plan, Planner, Round, Vote};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
@@ -106,13 +106,11 @@ impl Backend for MpiBackend {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let records = self.control.exchange(round, record)?;
-        let slices: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
-        match plan(&slices)? {
+        match self.control.plan(round, vote, plan)? {
             Some(plan) => self.transfer(round, send, plan),
             None => Ok(()),
         }

@@ -1,6 +1,6 @@
 //! The `nccl` backend: ranks are processes with GPUs, whose memory NCCL moves directly.
 //!
-//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and
+//! Ballots, errors, objects and slices of host memory are sent as in the `tcp` backend, and
 //! processes find each other as there. So a rank that dies or stops is named, and all ranks agree
 //! before they make a call of NCCL's. Only the collectives of
 //! [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
@@ -20,7 +20,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use self::library::{SplitPlace, UniqueId};
 use self::watch::Watch;
 use self::watcher::{Origin, WatchedCommunicator};
-use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round};
+use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round, Vote};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
@@ -179,11 +179,11 @@ impl Backend for NcclBackend {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        self.control.round(round, record, send, plan)
+        self.control.round(round, vote, send, plan)
     }
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {

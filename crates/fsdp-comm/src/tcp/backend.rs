@@ -12,7 +12,9 @@ use super::shared::SharedMemory;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
-use crate::backend::{Backend, Members, Planner, Round};
+#[cfg(any(test, feature = "nccl"))]
+use crate::backend::Tally;
+use crate::backend::{Backend, Members, Plan, Planner, Round, Vote};
 use crate::blame;
 use crate::deadline::{DEFAULT_DEADLINE, deadline_after};
 use crate::environment::Environment;
@@ -35,13 +37,11 @@ pub struct TcpOptions {
     /// `true`, which is the default, if this rank shares memory with others on its host. If one
     /// rank of a group does not, no rank of that group does.
     pub shared_memory: bool,
-    /// The size of the largest group whose ranks agree on operations by a message of each rank to
-    /// each other rank; 32 by default, because with so few ranks one message to each takes no
-    /// longer than a few messages that wait for each other. In a larger group a rank sends about
-    /// `log2(ranks)` messages, which other ranks send on. In a job of more ranks, each connects to
-    /// about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a
-    /// job must choose the same; [`connect`](Self::connect) checks that.
-    pub direct_up_to: usize,
+    /// The size of the largest job in which every two ranks connect at the start; 32 by default. In
+    /// a larger job each rank connects to about `2 log2(ranks)` others at the start, and to others
+    /// when it needs to. All ranks of a job must choose the same; [`connect`](Self::connect) checks
+    /// that.
+    pub connect_all_up_to: usize,
 }
 
 impl Default for TcpOptions {
@@ -49,7 +49,7 @@ impl Default for TcpOptions {
         TcpOptions {
             deadline: DEFAULT_DEADLINE,
             shared_memory: true,
-            direct_up_to: 32,
+            connect_all_up_to: 32,
         }
     }
 }
@@ -60,7 +60,7 @@ impl TcpOptions {
     ///
     /// # Errors
     /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that
-    /// has set `direct_up_to` otherwise than rank 0.
+    /// has set `connect_all_up_to` otherwise than rank 0.
     pub fn connect(&self, environment: &Environment) -> Result<ProcessGroup, CommError> {
         let backend = self.connect_backend(environment)?;
         let ranks_on_host = environment.local_world_size.unwrap_or(1);
@@ -91,8 +91,8 @@ impl TcpOptions {
             key: store.key.clone(),
             timeout: self.deadline,
             deadline,
-            max_direct_group_size: self.direct_up_to,
-            connects_all: environment.world_size <= self.direct_up_to,
+            connect_all_up_to: self.connect_all_up_to,
+            connects_all: environment.world_size <= self.connect_all_up_to,
         };
         TcpBackend::meet(&participant, store, self.shared_memory)
     }
@@ -161,12 +161,22 @@ impl TcpBackend {
         }
     }
 
-    /// Begins a round of the group's operations. A group that has failed stays failed.
-    fn begin<'r>(&self, round: &Round<'r>) -> Result<Round<'r>, CommError> {
-        let round = after_setup(round);
-        match self.node.failure(self.members.id, &round, &[]) {
-            Some(failure) => Err(failure),
-            None => Ok(round),
+    /// Carries out a round of the group's operations up to the plan, which this returns. A group
+    /// that has failed stays failed.
+    pub(crate) fn plan<'p>(
+        &self,
+        round: &Round<'_>,
+        vote: &Vote<'_>,
+        plan: Planner<'p, '_>,
+    ) -> Result<Option<Plan<'p>>, CommError> {
+        let round = &after_setup(round);
+        if let Some(failure) = self.node.failure(self.members.id, round, &[]) {
+            return Err(failure);
+        }
+        // All ranks of the group have found the same when they set it up, so all go the same way.
+        match &self.memory {
+            Some(memory) => plan(&memory.vote(self.member(), round, vote)?),
+            None => plan(&self.member().vote(round, vote)?),
         }
     }
 }
@@ -177,6 +187,29 @@ fn after_setup<'r>(round: &Round<'r>) -> Round<'r> {
     Round {
         number: round.number + SETUP_ROUNDS,
         ..*round
+    }
+}
+
+/// The votes that a backend leaves out while all goes well, and makes up for if something goes
+/// wrong.
+#[cfg(any(test, feature = "nccl"))]
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "no backend leaves out votes yet")
+)]
+impl TcpBackend {
+    /// Returns the number of the first round, up to `last_number`, that another rank has entered
+    /// but this one has not. It may be a round that is long over on this rank.
+    pub(crate) fn awaited_round(&self, last_number: u64) -> Option<u64> {
+        let last_number = last_number + SETUP_ROUNDS;
+        let awaited = (self.node.inbox().lock()).awaited_round(self.members.id, last_number);
+        awaited.and_then(|number| number.checked_sub(SETUP_ROUNDS))
+    }
+
+    /// Votes in a round that this rank has left out, with all others, which must call this too. Any
+    /// thread may, also while another one is in a later round.
+    pub(crate) fn vote_late(&self, round: &Round<'_>, vote: &Vote<'_>) -> Result<Tally, CommError> {
+        self.member().vote(&after_setup(round), vote)
     }
 }
 
@@ -194,12 +227,9 @@ impl TcpBackend {
             number: LAST_SETUP_ROUND,
             ..*round
         };
-        let member = self.member();
-        let records = member.exchange(&round, record).inspect_err(|error| {
-            self.node.abort(self.members.id, LAST_SETUP_ROUND, error);
-        })?;
-        member.discard_round(LAST_SETUP_ROUND);
-        Ok(records)
+        self.member()
+            .exchange(&round, record)
+            .inspect_err(|error| self.node.abort(self.members.id, LAST_SETUP_ROUND, error))
     }
 
     /// Returns the reason that a round which still needs all other ranks cannot end, if there is
@@ -208,25 +238,6 @@ impl TcpBackend {
         let others: Vec<usize> = self.member().others().collect();
         self.node
             .failure(self.members.id, &after_setup(round), &others)
-    }
-
-    /// Carries out a round in which only records move, and returns those of all ranks, in rank
-    /// order.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn exchange(
-        &self,
-        round: &Round<'_>,
-        record: &[u8],
-    ) -> Result<Vec<Bytes>, CommError> {
-        let round = &self.begin(round)?;
-        let member = self.member();
-        if let Some(memory) = &self.memory {
-            let records = memory.exchange(member, round, record)?;
-            return Ok(records.into_iter().map(Bytes::copy_from_slice).collect());
-        }
-        let records = member.exchange(round, record)?;
-        member.discard_round(round.number);
-        Ok(records)
     }
 
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
@@ -250,19 +261,19 @@ impl Backend for TcpBackend {
     fn round<'p>(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        vote: &Vote<'_>,
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let round = &self.begin(round)?;
-        let member = self.member();
-        // All ranks of the group have found the same when they set it up, so all go the same way.
-        let Some(memory) = &self.memory else {
-            return sockets::round(member, round, record, send, plan);
+        // If no bytes move, or a rank has an error, the round ends here, in the same way on all
+        // ranks, because all have the same outcome.
+        let Some(plan) = self.plan(round, vote, plan)? else {
+            return Ok(());
         };
-        match plan(&memory.exchange(member, round, record)?)? {
-            Some(plan) => memory.transfer(member, round, send, plan),
-            None => Ok(()),
+        let round = &after_setup(round);
+        match &self.memory {
+            Some(memory) => memory.transfer(self.member(), round, send, plan),
+            None => sockets::transfer(self.member(), round, send, plan),
         }
     }
 
@@ -289,9 +300,16 @@ mod tests {
     use std::thread;
     use std::time::Instant;
 
-    use super::super::frame::{CHUNK_BYTES, Kind, OutgoingFrame};
+    use super::super::frame::{CHUNK_BYTES, Kind, Notice, OutgoingFrame};
     use super::*;
-    use crate::backend::{Destination, Pattern, Plan};
+    use crate::backend::{Destination, Pattern};
+    use crate::ballot::Ballot;
+
+    /// A vote in which nothing is compared.
+    const BLANK: Vote<'_> = Vote {
+        ballot: Ballot::blank(),
+        attachment: &[],
+    };
 
     /// Joins a job of two ranks.
     fn connect(rank: usize, port: u16, shared_memory: bool) -> Arc<TcpBackend> {
@@ -384,7 +402,7 @@ mod tests {
                 sender
                     .round(
                         &round,
-                        b"",
+                        &BLANK,
                         &bytes,
                         one_way(vec![0..BYTES, 0..0], vec![0..0; 2], destination),
                     )
@@ -404,7 +422,7 @@ mod tests {
             });
             let ranges = vec![0..BYTES; 2];
             let planner = one_way(vec![0..BYTES, 0..0], ranges, Destination::Reduce(take));
-            receiver.round(&round, b"", &bytes, planner).unwrap();
+            receiver.round(&round, &BLANK, &bytes, planner).unwrap();
         });
         assert!((1..=4).contains(&max_chunks), "{max_chunks} chunks waited");
     }
@@ -448,7 +466,7 @@ mod tests {
                     kind: Kind::Chunk,
                     group: 7,
                     round: round.number,
-                    body: body.into(),
+                    body: &body,
                 };
                 while !is_over.load(Ordering::Relaxed) && sender.node.send(&chunk, &round).is_ok() {
                     sent.fetch_add(1, Ordering::Relaxed);
@@ -475,8 +493,8 @@ mod tests {
     fn a_rank_that_leaves_is_not_taken_for_one_that_died_by_a_rank_that_still_sends_to_it() {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
-        let heartbeat = |to| OutgoingFrame::new(to, Kind::Heartbeat, &b""[..]);
-        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to), &round);
+        let heartbeat = |to| Notice::new(to, Kind::Heartbeat, &b""[..]);
+        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to).frame(), &round);
         // While the receiver's inbox is locked, it reads none of the frames that the other rank has
         // sent.
         let busy = receiver.node.inbox().lock();
@@ -491,11 +509,41 @@ mod tests {
             drop(busy);
             sends.join().unwrap();
         });
-        let error = receiver.node.send(&heartbeat(1), &round).unwrap_err();
+        let error = receiver
+            .node
+            .send(&heartbeat(1).frame(), &round)
+            .unwrap_err();
         assert!(
             matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn ranks_make_up_for_a_vote_that_they_have_left_out() {
+        let [first, second] = pair(false);
+        let late = Round {
+            number: 2,
+            ..round(Duration::from_secs(20))
+        };
+        let failed = Ballot {
+            failed_rank: 0,
+            ..Ballot::blank()
+        };
+        let vote = Vote {
+            ballot: failed,
+            ..BLANK
+        };
+        thread::scope(|scope| {
+            let failed = scope.spawn(|| first.vote_late(&late, &vote));
+            while second.awaited_round(7) != Some(2) {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(second.awaited_round(1), None);
+            let tally = second.vote_late(&late, &BLANK).unwrap();
+            assert!(!tally.ballot.is_unanimous());
+            assert_eq!(failed.join().unwrap(), Ok(tally));
+        });
     }
 
     #[test]
@@ -523,7 +571,7 @@ mod tests {
     fn a_rank_whose_deadline_ends_before_it_hears_why_another_gave_up_has_the_same_error() {
         let [first, second] = pair(true);
         let barrier = |rank: &TcpBackend, timeout| {
-            rank.round(&round(timeout), b"", b"", Box::new(|_| Ok(None)))
+            rank.round(&round(timeout), &BLANK, b"", Box::new(|_| Ok(None)))
         };
         let error = barrier(&second, Duration::from_millis(100)).unwrap_err();
         assert!(

@@ -1,13 +1,15 @@
 //! The frames that ranks send to each other over a socket: a fixed header and a body.
 
-use std::borrow::Cow;
 use std::io::{self, Read, Write};
+
+use bytes::Bytes;
 
 use crate::access::wrong_protocol_error;
 use crate::buffer::reserve;
 
-/// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A
-/// single record is not cut, but even in the largest job it is shorter than this.
+/// The longest body. Tensors, and attachments of several ranks, are cut into bodies of
+/// [`CHUNK_BYTES`]. The attachment of a single rank is not cut, but even in the largest job it is
+/// shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The number of bytes of a tensor that one frame carries.
@@ -20,8 +22,8 @@ const HEADER_BYTES: usize = 25;
 /// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A rank's record of a round.
-    Record,
+    /// Ballots of a round, with attachments.
+    Ballot,
     /// A chunk of a rank's bytes in a round.
     Chunk,
     /// The group has failed. The body is the error.
@@ -30,29 +32,19 @@ pub(super) enum Kind {
     Heartbeat,
     /// The last frame of a rank that leaves. The body is a text that says in which way it leaves.
     Goodbye,
-    /// Records of several ranks in a round.
-    Bundle,
-    /// A request for the records of some ranks in a round. The body lists these ranks by their
-    /// numbers in the group.
-    Question,
-    /// The answer that a rank left without having entered a round. The body is that rank's number
-    /// in the group.
+    /// The news that a rank has ended without a goodbye, and before it had finished this round of
+    /// the group. The body is its global rank.
     Absent,
-    /// The news that a rank has ended without a goodbye. The body is its global rank.
-    Ended,
 }
 
 impl Kind {
-    const ALL: [Kind; 9] = [
-        Kind::Record,
+    const ALL: [Kind; 6] = [
+        Kind::Ballot,
         Kind::Chunk,
         Kind::Abort,
         Kind::Heartbeat,
         Kind::Goodbye,
-        Kind::Bundle,
-        Kind::Question,
         Kind::Absent,
-        Kind::Ended,
     ];
 }
 
@@ -66,23 +58,30 @@ pub(super) struct Frame {
 }
 
 /// A frame to send.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct OutgoingFrame<'a> {
     pub(super) receiver: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,
-    pub(super) body: Cow<'a, [u8]>,
+    pub(super) body: &'a [u8],
 }
 
 /// A frame to send that no operation of this rank waits for: the answer to a question, or news to
-/// forward.
-pub(super) type Notice = OutgoingFrame<'static>;
+/// forward. Notices to several ranks can share their bodies.
+#[derive(Debug)]
+pub(super) struct Notice {
+    pub(super) receiver: usize,
+    pub(super) kind: Kind,
+    pub(super) group: u64,
+    pub(super) round: u64,
+    pub(super) body: Bytes,
+}
 
-impl<'a> OutgoingFrame<'a> {
-    /// Returns a frame that is about no group.
-    pub(super) fn new(receiver: usize, kind: Kind, body: impl Into<Cow<'a, [u8]>>) -> Self {
-        OutgoingFrame {
+impl Notice {
+    /// Returns a notice that is about no group.
+    pub(super) fn new(receiver: usize, kind: Kind, body: impl Into<Bytes>) -> Self {
+        Notice {
             receiver,
             kind,
             group: 0,
@@ -91,6 +90,19 @@ impl<'a> OutgoingFrame<'a> {
         }
     }
 
+    /// Returns the frame to send.
+    pub(super) fn frame(&self) -> OutgoingFrame<'_> {
+        OutgoingFrame {
+            receiver: self.receiver,
+            kind: self.kind,
+            group: self.group,
+            round: self.round,
+            body: &self.body,
+        }
+    }
+}
+
+impl OutgoingFrame<'_> {
     pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
         header(self.kind, self.group, self.round, self.body.len())
     }
@@ -173,10 +185,11 @@ mod tests {
     use std::fmt;
 
     use super::*;
+    use crate::ballot::MESSAGE_BYTES;
     use crate::environment::MAX_WORLD_SIZE;
     use crate::error::{CommError, MAX_MESSAGE_BYTES, MIN_CALL_BYTES, RankCall};
     use crate::group::INLINE_BYTES;
-    use crate::record::{Call, Header, Operation};
+    use crate::record::{Attachment, Call, Operation, Record};
     use crate::wire;
 
     #[test]
@@ -194,23 +207,24 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_record_of_the_largest_job_fits_in_a_frame() {
+    fn the_longest_attachment_of_the_largest_job_fits_in_a_frame() {
         // The counts of an all-to-all, two for each rank, are the most that a rank says about
-        // itself. A call may have one size for each rank.
+        // itself.
+        let attachment = Attachment {
+            numbers: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
+            payload: &[0; INLINE_BYTES],
+        };
+        // A call may have one size for each rank.
         let call = Call {
             sizes: vec![usize::MAX; MAX_WORLD_SIZE],
             ..Call::new(Operation::AllToAllUneven)
         };
-        let header = Header {
-            call,
-            fault: None,
-            own_numbers: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
-            inline: true,
-        };
-        let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;
-        // A bundle has the rank and the length in front of each record.
-        let beside = 8;
-        assert!(wire::encode(&header).unwrap().len() + texts + beside <= MAX_BODY_BYTES as usize);
+        let record = Record { call, fault: None };
+        let record_bytes = wire::encode(&record).unwrap().len() + 2 * MAX_MESSAGE_BYTES;
+        // A message has the rank and the length in front of each attachment.
+        let beside = MESSAGE_BYTES + 8;
+        let longest = attachment.encode().len().max(record_bytes);
+        assert!(longest + beside <= MAX_BODY_BYTES as usize);
     }
 
     /// A call of which only the end shows that it is not another one.
@@ -243,8 +257,8 @@ mod tests {
         let mut wrong_kind = header(Kind::Goodbye, 0, 0, 0);
         wrong_kind[0] = Kind::ALL.len() as u8;
         assert!(read(&mut &wrong_kind[..]).is_err());
-        assert!(read(&mut &header(Kind::Record, 0, 0, usize::MAX)[..]).is_err());
-        assert!(read(&mut &header(Kind::Record, 0, 0, 1)[..]).is_err());
+        assert!(read(&mut &header(Kind::Ballot, 0, 0, usize::MAX)[..]).is_err());
+        assert!(read(&mut &header(Kind::Ballot, 0, 0, 1)[..]).is_err());
         assert!(read(&mut &[][..]).is_err());
     }
 }

@@ -1,12 +1,15 @@
 //! The frames that this process has received, and what it knows about the other ranks. Nothing here
 //! sends, waits or looks at the clock.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::io;
+use std::mem;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
 use super::frame::{Frame, Kind, Notice};
-use super::relayed_round::{RelayedRound, unbundle};
+use super::poll::{Message, Poll};
 use super::schedule::Schedule;
 use crate::access::wrong_protocol_error;
 use crate::backend::Round;
@@ -24,13 +27,15 @@ const CATCH_UP_TIMEOUT: Duration = Duration::from_millis(500);
 /// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
 
+/// The number that the job itself has among the groups if not every two ranks are connected. Only
+/// the news that a rank has died travels in it.
+pub(super) const JOB: u64 = u64::MAX;
+
 /// The received frames of all sockets, and what follows from them.
 #[derive(Debug)]
 pub(super) struct InboxState {
     /// This rank.
     pub(super) rank: usize,
-    /// The most ranks of a group that send their records to each other directly.
-    max_direct_group_size: usize,
     /// By global rank.
     pub(super) peers: Vec<PeerState>,
     /// The time of silence after which a rank counts as lost, even during an operation that may
@@ -42,13 +47,12 @@ pub(super) struct InboxState {
     resumed: Option<Instant>,
     /// By the number of the group.
     pub(super) groups: HashMap<u64, GroupState>,
-    /// The questions of other ranks that are not answered yet.
-    pub(super) questions: BTreeSet<Question>,
     /// The frames to send that no operation of this rank waits for.
     pub(super) notices: Vec<Notice>,
-    /// The ranks to which this one forwards the news that a rank has ended. Empty if every two
-    /// ranks are connected.
-    pub(super) neighbours: Vec<usize>,
+    /// `true` if there may be notices to send.
+    pub(super) has_news: bool,
+    /// The number of notices that the thread which sends them has taken, but not sent yet.
+    pub(super) unsent_notices: usize,
     /// The ranks that have ended without a goodbye, or of which another rank says so, in the order
     /// in which this rank heard of it.
     lost: Vec<usize>,
@@ -82,43 +86,49 @@ pub(super) struct GroupState {
     pub(super) schedule: Schedule,
     /// The round in which the group failed, and the error.
     pub(super) failure: Option<(u64, CommError)>,
-    /// The received frames, by global rank and round.
-    rounds: HashMap<(usize, u64), ReceivedFrames>,
-    /// The records that travel through other ranks, by round. Those of the last round that is over
-    /// are kept, because others that are still in it may ask for them.
-    pub(super) relayed_rounds: BTreeMap<u64, RelayedRound>,
-    /// The last round that is over on this rank, among those whose records travel through other
-    /// ranks.
-    pub(super) last_finished_round: Option<u64>,
-}
-
-/// The frames of one rank in one round.
-#[derive(Debug, Default)]
-pub(super) struct ReceivedFrames {
-    pub(super) record: Option<Vec<u8>>,
-    pub(super) chunks: VecDeque<Vec<u8>>,
-}
-
-/// A question of a rank for a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Question {
-    pub(super) group: u64,
-    pub(super) round: u64,
-    /// The rank that asks.
-    pub(super) asker: usize,
-    /// The rank of the group whose record it asks for.
-    pub(super) wanted_rank: usize,
+    /// The received chunks of tensors, by global rank and round.
+    chunks: HashMap<(usize, u64), VecDeque<Vec<u8>>>,
+    /// The votes by round. That of the last round that is over is kept, because others that are
+    /// still in it may need its ballots.
+    pub(super) polls: BTreeMap<u64, Poll>,
+    /// For each rank that sends ballots to this one, by global rank, the highest round of which it
+    /// has sent some.
+    last_rounds: HashMap<usize, u64>,
+    /// The global ranks that have died, each with the first round that it has not finished.
+    absent_from: BTreeMap<usize, u64>,
 }
 
 impl GroupState {
-    /// Returns the ranks of the group that this one sends to or receives from if records travel
-    /// through other ranks.
+    /// Returns the ranks of the group to which this one sends ballots, or from which it receives
+    /// them.
     pub(super) fn neighbours(&self) -> Vec<usize> {
         self.schedule
             .neighbours()
             .into_iter()
             .map(|rank| self.ranks[rank])
             .collect()
+    }
+
+    /// Records that a round is over on this rank. Drops the votes of rounds before the last one:
+    /// others may still need its ballots, and if they have entered it without this rank, this rank
+    /// may enter it later.
+    pub(super) fn finish(&mut self, round: u64) {
+        if let Some(poll) = self.polls.get_mut(&round) {
+            poll.is_in_progress = false;
+        }
+        self.polls.retain(|&other_round, poll| {
+            other_round >= round
+                || poll.is_in_progress
+                || !mem::replace(&mut poll.is_outdated, true)
+        });
+    }
+
+    /// Returns the global ranks that have died before they had finished a round.
+    pub(super) fn absent_ranks(&self, round: u64) -> impl Iterator<Item = usize> {
+        let absent = self.absent_from.iter();
+        absent
+            .filter(move |&(_, &first_round)| first_round <= round)
+            .map(|(&rank, _)| rank)
     }
 }
 
@@ -131,37 +141,25 @@ impl PeerState {
             })
     }
 
-    /// Returns `true` if it is worth while to ask it something.
-    pub(super) fn can_answer(&self, now: Instant) -> bool {
-        self.departure.is_none() && self.silence(now) <= HEARTBEAT_TIMEOUT
-    }
-
-    /// Returns `true` if there is a connection to it.
-    pub(super) fn is_connected(&self) -> bool {
-        self.connections > 0
+    /// Returns `true` if it has not left, but seems to be stopped.
+    pub(super) fn is_silent(&self, now: Instant) -> bool {
+        self.departure.is_none() && self.silence(now) > HEARTBEAT_TIMEOUT
     }
 }
 
 impl InboxState {
     /// Creates the state of a rank that is not connected to any other.
-    pub(super) fn new(
-        rank: usize,
-        ranks: usize,
-        max_direct_group_size: usize,
-        timeout: Duration,
-        now: Instant,
-    ) -> Self {
+    pub(super) fn new(rank: usize, ranks: usize, timeout: Duration, now: Instant) -> Self {
         InboxState {
             rank,
-            max_direct_group_size,
             peers: (0..ranks).map(|_| PeerState::default()).collect(),
             max_silence: timeout.max(HEARTBEAT_TIMEOUT),
             last_beat: now,
             resumed: None,
             groups: HashMap::new(),
-            questions: BTreeSet::new(),
             notices: Vec::new(),
-            neighbours: Vec::new(),
+            has_news: false,
+            unsent_notices: 0,
             lost: Vec::new(),
             closed_groups: HashSet::new(),
             leaving: false,
@@ -213,9 +211,12 @@ impl InboxState {
                     .departure
                     .get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
             }
-            Kind::Ended => {
-                let ended = self.decode_rank(&body)?;
-                self.receive_news_of_end(ended);
+            Kind::Absent => {
+                let absent = self.decode_rank(&body)?;
+                self.receive_news_of_end(absent);
+                if !self.closed_groups.contains(&group) {
+                    self.receive_absence(group, round, absent);
+                }
             }
             // All kinds below are about a group.
             _ if self.closed_groups.contains(&group) => {}
@@ -235,48 +236,23 @@ impl InboxState {
                     }
                 }
             }
-            Kind::Record => self.received_frames(group, sender, round).record = Some(body),
-            Kind::Chunk => self
-                .received_frames(group, sender, round)
-                .chunks
-                .push_back(body),
-            Kind::Bundle => {
-                let records = unbundle(body).ok_or_else(wrong_protocol_error)?;
-                if records.iter().any(|&(rank, _)| rank >= self.peers.len()) {
+            Kind::Chunk => self.chunks(group, sender, round).push_back(body),
+            Kind::Ballot => {
+                let message = Message::decode(body).ok_or_else(wrong_protocol_error)?;
+                if !message.names_ranks_below(self.peers.len()) {
                     return Err(wrong_protocol_error());
                 }
-                if let Some(relayed) = self.relayed_round(group, round) {
-                    for (rank, record) in records {
-                        relayed.add(rank, record);
-                    }
+                let state = self.groups.entry(group).or_default();
+                if !message.is_spread {
+                    let last_round = state.last_rounds.entry(sender).or_default();
+                    *last_round = round.max(*last_round);
                 }
-            }
-            Kind::Question => {
-                let wanted_ranks = self.decode_ranks(&body)?;
-                // If this rank does not have the records either, it asks its own neighbours for
-                // them.
-                if let Some(state) = self.groups.get_mut(&group)
-                    && let Some(relayed) = state.relayed_rounds.get_mut(&round)
-                {
-                    relayed.others_ask |= wanted_ranks
-                        .iter()
-                        .any(|&wanted_rank| relayed.record(wanted_rank).is_none());
-                }
-                self.questions
-                    .extend(wanted_ranks.into_iter().map(|wanted_rank| Question {
-                        group,
-                        round,
-                        asker: sender,
-                        wanted_rank,
-                    }));
-            }
-            Kind::Absent => {
-                let absent = self.decode_rank(&body)?;
-                if let Some(relayed) = self.relayed_round(group, round) {
-                    relayed.peer(absent).is_absent = true;
-                }
+                let poll = state.polls.entry(round).or_default();
+                poll.receive(message);
+                self.has_news |= poll.is_spread();
             }
         }
+        self.has_news |= !self.notices.is_empty();
         Ok(())
     }
 
@@ -287,17 +263,6 @@ impl InboxState {
             Ok(rank) if rank < self.peers.len() => Ok(rank),
             _ => Err(wrong_protocol_error()),
         }
-    }
-
-    /// Reads the body of a frame that consists of ranks, at least one; an error if one of them does
-    /// not exist.
-    fn decode_ranks(&self, body: &[u8]) -> io::Result<Vec<usize>> {
-        if body.is_empty() {
-            return Err(wrong_protocol_error());
-        }
-        body.chunks(size_of::<u64>())
-            .map(|bytes| self.decode_rank(bytes))
-            .collect()
     }
 
     /// Records a new connection to a rank.
@@ -331,8 +296,54 @@ impl InboxState {
         if !self.peers[other_rank].said_goodbye
             && self.peers[other_rank].departure.as_deref() == Some(EXITED)
         {
-            self.forward_end(other_rank);
+            self.announce_absence(other_rank);
         }
+    }
+
+    /// Tells the ranks of all groups in which a rank that has died sends ballots to this one from
+    /// which round on it is absent. All frames of that rank have been read.
+    fn announce_absence(&mut self, died: usize) {
+        if self.leaving {
+            return;
+        }
+        let mut absences = Vec::new();
+        for (&group, state) in &self.groups {
+            let mut senders = state.schedule.steps().map(|step| state.ranks[step.sender]);
+            if state.failure.is_none() && senders.any(|sender| sender == died) {
+                let first_round = state.last_rounds.get(&died).map_or(0, |last| last + 1);
+                absences.push((group, first_round));
+            }
+        }
+        for (group, first_round) in absences {
+            self.receive_absence(group, first_round, died);
+        }
+    }
+
+    /// Takes the news that a rank has died before it had finished a round of a group. Forwards it
+    /// unless the rank was known to be absent from there on.
+    fn receive_absence(&mut self, group: u64, first_round: u64, absent: usize) {
+        if absent == self.rank || self.peers[absent].said_goodbye {
+            return;
+        }
+        let state = self.groups.entry(group).or_default();
+        let known_round = state.absent_from.entry(absent).or_insert(u64::MAX);
+        if first_round < *known_round {
+            *known_round = first_round;
+            self.tell_neighbours(Kind::Absent, group, first_round, encode_rank(absent));
+        }
+    }
+
+    /// Tells the neighbours in a group some news.
+    fn tell_neighbours(&mut self, kind: Kind, group: u64, round: u64, body: Bytes) {
+        self.has_news = true;
+        let neighbours = self.groups[&group].neighbours().into_iter();
+        self.notices.extend(neighbours.map(|receiver| Notice {
+            receiver,
+            kind,
+            group,
+            round,
+            body: body.clone(),
+        }));
     }
 
     /// Records that there can be no connection to the rank `other_rank` any more, because of
@@ -385,48 +396,19 @@ impl InboxState {
             return;
         }
         self.lost.push(ended);
-        self.forward_end(ended);
         if !self.leaving {
-            self.notices
-                .push(Notice::new(ended, Kind::Heartbeat, Vec::new()));
+            let heartbeat = Notice::new(ended, Kind::Heartbeat, Bytes::new());
+            self.notices.push(heartbeat);
         }
     }
 
-    /// Tells the neighbours that a rank has ended. Each rank forwards this news once.
-    fn forward_end(&mut self, ended: usize) {
-        if self.leaving {
-            return;
-        }
-        for &neighbour in self
-            .neighbours
-            .iter()
-            .filter(|&&neighbour| neighbour != ended)
-        {
-            self.notices
-                .push(Notice::new(neighbour, Kind::Ended, encode_ranks(&[ended])));
-        }
-    }
-
-    /// Tells the neighbours in a large group that the group has failed. The thread of this rank
-    /// that uses the group may be busy with other things for long, and some neighbours may hear the
-    /// news from this rank only.
+    /// Tells the neighbours in a group that it has failed, if it has. The thread of this rank that
+    /// uses the group may be busy with other things for long, and some neighbours may hear the news
+    /// from this rank only.
     fn forward_failure(&mut self, group: u64) {
-        let state = &self.groups[&group];
-        if state.ranks.len() <= self.max_direct_group_size {
-            return;
-        }
-        let Some((round, error)) = &state.failure else {
-            return;
-        };
-        let body = encode_failure(error);
-        for neighbour in state.neighbours() {
-            self.notices.push(Notice {
-                receiver: neighbour,
-                kind: Kind::Abort,
-                group,
-                round: *round,
-                body: body.clone().into(),
-            });
+        if let Some((round, error)) = &self.groups[&group].failure {
+            let (round, body) = (*round, encode_failure(error));
+            self.tell_neighbours(Kind::Abort, group, round, body);
         }
     }
 
@@ -439,78 +421,47 @@ impl InboxState {
         let state = self.groups.entry(group).or_default();
         state.schedule = Schedule::new(ranks.len(), place);
         state.ranks = ranks.to_vec();
+        for (absent, first_round) in mem::take(&mut state.absent_from) {
+            self.receive_absence(group, first_round, absent);
+        }
         self.forward_failure(group);
+        // Others may have begun to spread ballots.
+        self.has_news = true;
     }
 
     /// Drops a group. Frames for it that arrive later are ignored.
     pub(super) fn close(&mut self, group: u64) {
         self.groups.remove(&group);
-        self.questions.retain(|question| question.group != group);
         self.closed_groups.insert(group);
     }
 
-    /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this
-    /// one has to tell.
-    ///
-    /// In a small group, a rank that has found the failure itself tells all others, and one that
-    /// was told tells nobody. In a large group each rank tells its neighbours, which forward the
-    /// news. A rank does so even if it was told itself and has forwarded the news already: its
-    /// neighbours must hear of the failure before they see this rank leave.
-    pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
+    /// Lets a group fail on this rank, and tells its neighbours, unless it has failed already.
+    pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) {
         let state = self.groups.entry(group).or_default();
-        let is_large = state.ranks.len() > self.max_direct_group_size;
-        match &state.failure {
-            Some((_, known_error)) if known_error == error && is_large => state.neighbours(),
-            Some(_) => Vec::new(),
-            None => {
-                state.failure = Some((round, error.clone()));
-                if is_large {
-                    return state.neighbours();
-                }
-                let others = state.ranks.iter().copied();
-                others.filter(|&rank| rank != self.rank).collect()
-            }
+        if state.failure.is_none() {
+            state.failure = Some((round, error.clone()));
+            self.forward_failure(group);
         }
     }
 
-    /// Returns the frames that a rank has sent in a round so far.
-    pub(super) fn received_frames(
-        &mut self,
-        group: u64,
-        rank: usize,
-        round: u64,
-    ) -> &mut ReceivedFrames {
-        self.groups
-            .entry(group)
-            .or_default()
-            .rounds
-            .entry((rank, round))
-            .or_default()
-    }
-
-    /// Returns the state of a round whose records travel through other ranks; `None` if an even
-    /// later round is over here, so that nobody can need these records.
-    fn relayed_round(&mut self, group: u64, round: u64) -> Option<&mut RelayedRound> {
+    /// Returns the chunks of a tensor that a rank has sent in a round, and that are not taken yet.
+    pub(super) fn chunks(&mut self, group: u64, rank: usize, round: u64) -> &mut VecDeque<Vec<u8>> {
         let state = self.groups.entry(group).or_default();
-        (state.last_finished_round <= Some(round))
-            .then(|| state.relayed_rounds.entry(round).or_default())
+        state.chunks.entry((rank, round)).or_default()
     }
 
     /// Returns the largest number of chunks of one rank that wait to be taken.
     #[cfg(test)]
     pub(super) fn max_waiting_chunks(&self) -> usize {
-        let incoming = self.groups.values().flat_map(|group| group.rounds.values());
-        incoming
-            .map(|incoming| incoming.chunks.len())
-            .max()
-            .unwrap_or(0)
+        let incoming = self.groups.values().flat_map(|group| group.chunks.values());
+        incoming.map(VecDeque::len).max().unwrap_or(0)
     }
 
-    /// Drops the frames of a round.
-    pub(super) fn discard_round(&mut self, group: u64, round: u64) {
+    /// Drops the chunks of a round.
+    pub(super) fn discard_chunks(&mut self, group: u64, round: u64) {
         if let Some(state) = self.groups.get_mut(&group) {
             state
-                .rounds
+                .chunks
                 .retain(|&(_, frame_round), _| frame_round != round);
         }
     }
@@ -609,21 +560,21 @@ pub(super) fn timeout_error(
 }
 
 /// Returns the body of a frame that tells of an error.
-pub(super) fn encode_failure(error: &CommError) -> Vec<u8> {
-    wire::encode(error).expect("texts and numbers can be encoded")
+fn encode_failure(error: &CommError) -> Bytes {
+    wire::encode(error)
+        .expect("texts and numbers can be encoded")
+        .into()
 }
 
-/// Returns the body of a frame that consists of ranks, each a little-endian `u64`.
-pub(super) fn encode_ranks(ranks: &[usize]) -> Vec<u8> {
-    ranks
-        .iter()
-        .flat_map(|&rank| (rank as u64).to_le_bytes())
-        .collect()
+/// Returns the body of a frame that consists of a rank, a little-endian `u64`.
+pub(super) fn encode_rank(rank: usize) -> Bytes {
+    Bytes::copy_from_slice(&(rank as u64).to_le_bytes())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ballot::MESSAGE_BYTES;
 
     /// Returns a frame of round 5 of a group.
     fn frame(kind: Kind, group: u64, body: Vec<u8>) -> Frame {
@@ -644,7 +595,7 @@ mod tests {
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 4, 32, HEARTBEAT_TIMEOUT, now);
+        let mut state = InboxState::new(0, 4, HEARTBEAT_TIMEOUT, now);
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
@@ -663,7 +614,7 @@ mod tests {
     #[test]
     fn the_first_round_that_failed_counts_whoever_tells_first() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 3, 32, HEARTBEAT_TIMEOUT, now);
+        let mut state = InboxState::new(0, 3, HEARTBEAT_TIMEOUT, now);
         state.open(7, &[0, 1, 2]);
         let deadline = now + HEARTBEAT_TIMEOUT;
         let round = |number| Round {
@@ -705,30 +656,28 @@ mod tests {
 
     /// Returns the state of rank 0 of a job of 40 that is connected to its neighbours.
     fn large(now: Instant) -> InboxState {
-        let mut state = InboxState::new(0, 40, 32, HEARTBEAT_TIMEOUT, now);
+        let mut state = InboxState::new(0, 40, HEARTBEAT_TIMEOUT, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
-        state.neighbours = state.groups[&7].neighbours();
-        state
-            .neighbours
-            .clone()
+        state.open(JOB, &(0..40).collect::<Vec<_>>());
+        state.groups[&7]
+            .neighbours()
             .into_iter()
             .for_each(|rank| state.connect(rank, now));
         state
     }
 
-    /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be
+    /// Returns the ranks to which there is a notice of this kind about a group. Besides, only heartbeats may be
     /// sent.
-    fn told(state: &mut InboxState, kind: Kind) -> Vec<usize> {
+    fn told(state: &mut InboxState, kind: Kind, group: u64) -> Vec<usize> {
         let notices = state.notices();
+        let others = [kind, Kind::Heartbeat, Kind::Absent];
         assert!(
-            notices
-                .iter()
-                .all(|notice| [kind, Kind::Heartbeat].contains(&notice.kind)),
+            notices.iter().all(|notice| others.contains(&notice.kind)),
             "{notices:?}"
         );
         notices
             .into_iter()
-            .filter(|notice| notice.kind == kind)
+            .filter(|notice| notice.kind == kind && notice.group == group)
             .map(|notice| notice.receiver)
             .collect()
     }
@@ -738,30 +687,25 @@ mod tests {
         let now = Instant::now();
         for knows_it_first in [true, false] {
             let mut state = large(now);
-            let neighbours = state.neighbours.clone();
+            let neighbours = state.groups[&7].neighbours();
             if !knows_it_first {
                 state.groups.clear();
             }
-            let body = wire::encode(&CommError::Aborted {
+            let error = CommError::Aborted {
                 rank: 5,
                 message: String::new(),
-            })
-            .unwrap();
+            };
             for from in [1, 2, 4] {
-                let body = body.clone();
+                let body = wire::encode(&error).unwrap();
                 state
                     .receive(from, frame(Kind::Abort, 7, body), now)
                     .unwrap();
             }
             if !knows_it_first {
-                assert_eq!(told(&mut state, Kind::Abort), []);
+                assert_eq!(told(&mut state, Kind::Abort, 7), []);
                 state.open(7, &(0..40).collect::<Vec<_>>());
             }
-            assert_eq!(told(&mut state, Kind::Abort), neighbours);
-            // A small group needs no help.
-            state.open(8, &(0..32).collect::<Vec<_>>());
-            state.receive(1, frame(Kind::Abort, 8, body), now).unwrap();
-            assert_eq!(told(&mut state, Kind::Abort), []);
+            assert_eq!(told(&mut state, Kind::Abort, 7), neighbours);
         }
     }
 
@@ -769,16 +713,19 @@ mod tests {
     fn the_news_of_an_end_is_passed_on_once_and_does_not_overtake_the_frames_of_that_rank() {
         let now = Instant::now();
         let mut state = large(now);
-        let neighbours = state.neighbours.clone();
+        let neighbours = state.groups[&7].neighbours();
         let news = |state: &mut InboxState, of: usize| {
-            state
-                .receive(4, frame(Kind::Ended, 0, encode_ranks(&[of])), now)
-                .unwrap();
+            let body = encode_rank(of).to_vec();
+            let news = Frame {
+                round: 0,
+                ..frame(Kind::Absent, JOB, body)
+            };
+            state.receive(4, news, now).unwrap();
         };
         // There is no connection to rank 5, and none can be made.
         news(&mut state, 5);
         news(&mut state, 5);
-        assert_eq!(told(&mut state, Kind::Ended), neighbours);
+        assert_eq!(told(&mut state, Kind::Absent, JOB), neighbours);
         assert_eq!(state.peers[5].departure, None);
         state.record_refusal(5);
         assert_eq!(state.peers[5].departure.as_deref(), Some(EXITED));
@@ -795,21 +742,22 @@ mod tests {
         // There is one to rank 2, which ends after its last frame.
         news(&mut state, 2);
         assert_eq!(state.peers[2].departure, None);
-        assert_eq!(told(&mut state, Kind::Ended), []);
+        assert_eq!(told(&mut state, Kind::Absent, JOB), neighbours);
         state.disconnect(2, &io::ErrorKind::UnexpectedEof.into());
-        let others: Vec<usize> = neighbours
-            .iter()
-            .copied()
-            .filter(|&rank| rank != 2)
-            .collect();
-        assert_eq!(told(&mut state, Kind::Ended), others);
+        let notices = state.notices();
+        let told_again = notices.iter().filter(|notice| notice.group == JOB);
+        assert_eq!(told_again.count(), 0);
+        // It sends ballots to this rank in the group, and has sent none.
+        let told_in_group = notices.iter().filter(|notice| notice.group == 7);
+        assert!(told_in_group.clone().all(|notice| notice.round == 0));
+        assert!(told_in_group.map(|notice| notice.receiver).eq(neighbours));
         // Rank 1 leaves as it should.
         say_goodbye(&mut state, 1, now);
         state.disconnect(1, &io::ErrorKind::UnexpectedEof.into());
         news(&mut state, 1);
         // That is not so of this rank.
         news(&mut state, 0);
-        assert_eq!(told(&mut state, Kind::Ended), []);
+        assert_eq!(told(&mut state, Kind::Absent, JOB), []);
         assert_eq!(state.lost, [5, 2]);
     }
 
@@ -849,20 +797,15 @@ mod tests {
     #[test]
     fn frames_that_no_rank_sends_are_refused() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 2, 32, HEARTBEAT_TIMEOUT, now);
+        let mut state = InboxState::new(0, 2, HEARTBEAT_TIMEOUT, now);
         // There is no rank 2.
         let of_nobody = [&[2][..], &[0; 7]].concat();
         let refused = [
-            (Kind::Bundle, vec![1]),
-            (Kind::Bundle, of_nobody.clone()),
-            (Kind::Question, of_nobody.clone()),
-            (Kind::Question, vec![0; 7]),
-            (Kind::Question, vec![0; 12]),
-            (Kind::Question, Vec::new()),
+            (Kind::Ballot, vec![0; MESSAGE_BYTES - 1]),
+            (Kind::Ballot, vec![0; MESSAGE_BYTES + 7]),
+            (Kind::Ballot, [&[0; MESSAGE_BYTES][..], &of_nobody].concat()),
             (Kind::Absent, of_nobody.clone()),
             (Kind::Absent, vec![0; 9]),
-            (Kind::Ended, of_nobody),
-            (Kind::Ended, vec![0; 7]),
         ];
         for (kind, body) in refused {
             assert!(
@@ -870,9 +813,14 @@ mod tests {
                 "{kind:?}"
             );
         }
-        for kind in [Kind::Bundle, Kind::Question, Kind::Absent, Kind::Ended] {
+        let taken = [
+            (Kind::Ballot, vec![0; MESSAGE_BYTES]),
+            (Kind::Ballot, vec![0; MESSAGE_BYTES + 8]),
+            (Kind::Absent, vec![0; 8]),
+        ];
+        for (kind, body) in taken {
             assert!(
-                state.receive(1, frame(kind, 0, vec![0; 8]), now).is_ok(),
+                state.receive(1, frame(kind, 3, body), now).is_ok(),
                 "{kind:?}"
             );
         }

@@ -58,16 +58,13 @@ impl Inbox {
         let kind = frame.kind;
         let mut state = self.lock();
         state.receive(sender, frame, Instant::now())?;
-        // Only these frames can make a question answerable, or tell that it never will be.
-        let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye)
-            && !state.questions.is_empty();
-        let may_notify = may_answer || !state.notices.is_empty();
+        let has_news = state.has_news;
         drop(state);
         // A heartbeat gives no operation what it waits for.
         if kind != Kind::Heartbeat {
             self.changed.notify_all();
         }
-        if may_notify {
+        if has_news {
             self.wake_notice_sender();
         }
         Ok(())
@@ -108,6 +105,7 @@ impl Inbox {
                 return None;
             }
             let notices = state.notices();
+            state.unsent_notices += notices.len();
             if !notices.is_empty() || (has_others && !is_first) {
                 return Some(notices);
             }

@@ -468,21 +468,21 @@ impl Links {
 
     /// Tells all ranks to which there are connections that this one leaves.
     pub(super) fn say_goodbye(&self) {
-        let reason: &[u8] = if thread::panicking() {
+        let reason: &'static [u8] = if thread::panicking() {
             b"panicked"
         } else {
             b"has left the group"
         };
         for other_rank in 0..self.writers.len() {
-            self.try_send(&OutgoingFrame::new(other_rank, Kind::Goodbye, reason));
+            self.try_send(&Notice::new(other_rank, Kind::Goodbye, reason).frame());
         }
         // The loop above used only the connections on which this rank sends. On the others that it
         // has offered, no thread writes any more, and the other side may have registered them
         // although this one has not. So say goodbye there too.
         for connection in lock(&self.open_connections).iter().flatten() {
             if connection.is_offered && !self.sends_on(connection) {
-                let goodbye = OutgoingFrame::new(connection.rank, Kind::Goodbye, reason);
-                write_frame(&connection.stream, &goodbye, || false).ok();
+                let goodbye = Notice::new(connection.rank, Kind::Goodbye, reason);
+                write_frame(&connection.stream, &goodbye.frame(), || false).ok();
             }
         }
     }
@@ -502,11 +502,15 @@ impl Links {
         while let Some(notices) = self.inbox.wait_for_notices(!due.is_empty()) {
             due.extend(notices);
             due.retain(|notice| !self.offer(notice));
+            self.inbox.change(|state| state.unsent_notices = due.len());
         }
         // The others must learn that a group has failed, or that a rank has ended, before they see
-        // this one leave.
+        // this one leave; and ballots may still wait for a connection.
         due.extend(self.inbox.lock().notices());
-        due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Ended));
+        due.retain(|notice| {
+            let kind = notice.kind;
+            matches!(kind, Kind::Abort | Kind::Absent | Kind::Ballot)
+        });
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
         loop {
             due.retain(|notice| !self.offer(notice));
@@ -532,10 +536,11 @@ impl Links {
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let outcome = match write_start(&writer, notice) {
+        let frame = notice.frame();
+        let outcome = match write_start(&writer, &frame) {
             Ok(0) => return false,
             // The frame has begun, so the rest of it must follow.
-            Ok(written) => write_rest(&writer, notice, written, || {
+            Ok(written) => write_rest(&writer, &frame, written, || {
                 let state = self.inbox.lock();
                 !state.leaving && state.peers[receiver].silence(Instant::now()) <= state.max_silence
             }),
@@ -618,7 +623,7 @@ fn write_frame(
 /// Writes as much of `frame` as one system call takes, and returns the number of bytes: usually
 /// all, and none if the socket's timeout passes first. [`write_rest`] writes the rest.
 fn write_start(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
-    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(&frame.body)]) {
+    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(frame.body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
         outcome => outcome,
     }

@@ -6,11 +6,11 @@
 //! of them first needs to send to the other ([`links`]). Groups whose ranks are all on one host
 //! carry out their rounds through shared memory ([`shared`]) instead.
 //!
-//! At the start of a [round](crate::backend) each rank gets the records of all others. In a small
-//! group every rank sends its record to every other. In a large group records travel through other
-//! ranks ([`relay`]), in the order of [`schedule`].
+//! In a [round](crate::backend) the ballots of all ranks are merged on their way through other ranks
+//! ([`agreement`]), in the order of [`schedule`].
 
 mod acceptor;
+mod agreement;
 mod backend;
 #[cfg(target_os = "linux")]
 mod chunks;
@@ -19,8 +19,7 @@ mod inbox;
 mod inbox_lock;
 mod links;
 mod node;
-mod relay;
-mod relayed_round;
+mod poll;
 mod rendezvous;
 mod schedule;
 #[cfg(target_os = "linux")]

@@ -7,17 +7,14 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-
 use super::acceptor::Acceptor;
+use super::agreement::Next;
 use super::frame::{Kind, Notice, OutgoingFrame};
-use super::inbox::{HEARTBEAT_TIMEOUT, InboxState, encode_failure, encode_ranks};
+use super::inbox::{HEARTBEAT_TIMEOUT, InboxState, JOB};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
-use super::relay::Next;
-use super::schedule::Schedule;
 use crate::access::Port;
-use crate::backend::Round;
+use crate::backend::{Round, Tally, Vote};
 use crate::error::CommError;
 use crate::store::TcpStore;
 
@@ -30,7 +27,7 @@ const CATCH_UP_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// The longest time between two checks of a rank that waits for a connection.
 const CONNECTION_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The time after which a rank that waits for records connects to those that send records to it.
+/// The time after which a rank that waits for ballots connects to those that send ballots to it.
 const NEIGHBOUR_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The outcome of the rendezvous on a rank.
@@ -40,8 +37,6 @@ pub(super) struct Connections {
     pub(super) rank: usize,
     /// The deadline of the job.
     pub(super) timeout: Duration,
-    /// The most ranks of a group that send their records to each other directly.
-    pub(super) max_direct_group_size: usize,
     /// A token of each rank's host, see [`Node::hosts`].
     pub(super) hosts: Vec<Option<String>>,
     /// The connections by rank; `None` for ranks to which there is none.
@@ -53,11 +48,10 @@ pub(super) struct Connections {
 /// This process in its job. When this is dropped, the process leaves the job.
 #[derive(Debug)]
 pub(super) struct Node {
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(super) rank: usize,
     /// A token of each rank's host. Ranks with equal tokens can share memory.
     pub(super) hosts: Vec<Option<String>>,
-    /// The most ranks of a group that send their records to each other directly.
-    pub(super) max_direct_group_size: usize,
     links: Arc<Links>,
     /// The port at which others connect to this rank.
     port: Option<Port>,
@@ -74,23 +68,21 @@ impl Node {
         let Connections {
             rank,
             timeout,
-            max_direct_group_size,
             hosts,
             streams,
             on_demand,
         } = connections;
         let ranks = streams.len();
-        let mut state =
-            InboxState::new(rank, ranks, max_direct_group_size, timeout, Instant::now());
+        let mut state = InboxState::new(rank, ranks, timeout, Instant::now());
         let (directory, acceptor) = on_demand.unzip();
         if directory.is_some() {
-            state.neighbours = Schedule::new(ranks, rank).neighbours();
+            state.open(JOB, &(0..ranks).collect::<Vec<_>>());
         }
         // From here on, an error drops the node, which ends its connections and threads.
         let mut node = Node {
+            #[cfg(any(feature = "mpi", feature = "nccl"))]
             rank,
             hosts,
-            max_direct_group_size,
             links: Links::new(rank, ranks, Inbox::new(state), directory),
             port: None,
             notifier: None,
@@ -107,11 +99,9 @@ impl Node {
                 beating.send_heartbeats();
             }
         })?;
-        if ranks > max_direct_group_size {
-            let notifying = Arc::clone(&node.links);
-            let thread = thread::Builder::new().name("notices".to_owned());
-            node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
-        }
+        let notifying = Arc::clone(&node.links);
+        let thread = thread::Builder::new().name("notices".to_owned());
+        node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
         if let Some(acceptor) = acceptor {
             let (port, admitted) = acceptor.split();
             node.port = Some(port);
@@ -223,24 +213,26 @@ impl Node {
         }
     }
 
-    /// Exchanges records with all ranks of a large group, waits for them, and returns them in rank
-    /// order.
-    /// [`InboxState::next`] decides each step, as [`relay`](super::relay) describes; this carries
-    /// the steps out, without the lock while it sends.
-    pub(super) fn relay_records(
+    /// Votes in a round with all ranks of a group, and returns the result.
+    /// [`InboxState::next`] decides each step, as [`agreement`](super::agreement) describes; this
+    /// carries the steps out, without the lock while it sends.
+    pub(super) fn vote(
         &self,
         group: u64,
         round: &Round<'_>,
-        record: &[u8],
-    ) -> Result<Vec<Bytes>, CommError> {
+        vote: &Vote<'_>,
+    ) -> Result<Tally, CommError> {
         let entered = Instant::now();
         let mut has_reached_neighbours = false;
         let mut state = self.inbox().lock();
-        state.enter(group, round.number, record, entered);
-        self.inbox().wake_notice_sender();
+        state.enter(group, round.number, vote, entered);
         loop {
-            match state.next(group, round, Instant::now())? {
-                Next::Done(records) => return Ok(records),
+            let next = state.next(group, round, Instant::now());
+            if state.has_news {
+                self.inbox().wake_notice_sender();
+            }
+            match next? {
+                Next::Done(tally) => return Ok(tally),
                 Next::Wait(deadline) => {
                     let remaining = deadline.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, remaining);
@@ -257,38 +249,17 @@ impl Node {
                         state = self.inbox().lock();
                     }
                 }
-                Next::Send { receiver, bundles } => {
+                Next::Send { receiver, messages } => {
                     drop(state);
-                    for bundle in bundles {
-                        let frame = OutgoingFrame {
+                    for body in messages {
+                        let ballots = Notice {
                             receiver,
-                            kind: Kind::Bundle,
+                            kind: Kind::Ballot,
                             group,
                             round: round.number,
-                            body: bundle.into(),
+                            body,
                         };
-                        self.forward(&frame, round)?;
-                    }
-                    state = self.inbox().lock();
-                }
-                Next::Ask(questions) => {
-                    drop(state);
-                    for (asked_rank, wanted_ranks) in questions {
-                        let question = Notice {
-                            receiver: asked_rank,
-                            kind: Kind::Question,
-                            group,
-                            round: round.number,
-                            body: encode_ranks(&wanted_ranks).into(),
-                        };
-                        if self.links.is_connected(asked_rank) {
-                            self.forward(&question, round)?;
-                        } else {
-                            // Do not wait for a connection, because the rank that is asked may be
-                            // the one at fault, and there are others to ask. The question is sent
-                            // once there is a connection.
-                            self.notify(question);
-                        }
+                        self.pass_on(ballots, round)?;
                     }
                     state = self.inbox().lock();
                 }
@@ -296,25 +267,16 @@ impl Node {
         }
     }
 
-    /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until
-    /// the round's deadline. It is not an error if the other rank is gone: it may have all records
-    /// already. If it is still needed, the exchange itself fails.
-    fn forward(&self, frame: &OutgoingFrame<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        let &OutgoingFrame {
-            receiver, group, ..
-        } = frame;
-        if let Some(failure) = self.failure(group, round, &[]) {
-            return Err(failure);
+    /// Sends ballots. While the other rank does not read, this waits until the round's deadline. It
+    /// does not wait for a connection: then the ballots are sent once there is one. It is not an
+    /// error if the other rank is gone: it may have all ballots already. If it is still needed, the
+    /// vote itself fails.
+    fn pass_on(&self, ballots: Notice, round: &Round<'_>) -> Result<(), CommError> {
+        if !self.links.is_connected(ballots.receiver) {
+            self.notify(ballots);
+            return Ok(());
         }
-        if let Err(failure) = self.await_connection(receiver, group, round) {
-            let state = self.inbox().lock();
-            return if state.peers[receiver].departure.is_some() {
-                state.group_error(group, round).map_or(Ok(()), Err)
-            } else {
-                Err(failure)
-            };
-        }
-        match self.write(frame, round) {
+        match self.write(&ballots.frame(), round) {
             Err(Some(failure)) => Err(failure),
             Ok(()) | Err(None) => Ok(()),
         }
@@ -328,45 +290,19 @@ impl Node {
         self.inbox().wake_notice_sender();
     }
 
-    /// Lets a group fail on this rank, and tells the other ranks that have to hear it from this
-    /// one.
+    /// Lets a group fail on this rank, and tells its neighbours in the group. This rank may end
+    /// right after this call, so this waits for a while until they are told.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
-        let receivers = self.inbox().change(|state| state.fail(group, round, error));
-        // This rank may leave after this call, so try for a while to send the news here. What
-        // cannot be sent is left to the thread that sends notices.
+        self.inbox().change(|state| state.fail(group, round, error));
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        receivers
-            .iter()
-            .for_each(|&receiver| self.links.reach(receiver));
-        let body = encode_failure(error);
-        for receiver in receivers {
-            let news = Notice {
-                receiver,
-                kind: Kind::Abort,
-                group,
-                round,
-                body: body.clone().into(),
-            };
-            if self.wait_until_connected(receiver, deadline) {
-                self.links.try_send(&news);
-            } else {
-                self.notify(news);
-            }
-        }
-    }
-
-    /// Waits until there is a connection to a rank that this one has reached out to. Returns
-    /// `false` if there is none in time, or that rank has left.
-    fn wait_until_connected(&self, receiver: usize, deadline: Instant) -> bool {
         let mut state = self.inbox().lock();
-        while !self.links.is_connected(receiver) {
+        while !state.notices.is_empty() || state.unsent_notices > 0 {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() || state.peers[receiver].departure.is_some() {
-                return false;
+            if remaining.is_zero() {
+                return;
             }
             state = self.inbox().wait(state, remaining);
         }
-        true
     }
 
     /// Tells all ranks that this one leaves, and waits until all others have told the same, but no

@@ -41,8 +41,8 @@ struct RankAddress {
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
-    /// The most ranks of a group that send their records to each other directly.
-    max_direct_group_size: usize,
+    /// The size of the largest job in which every two ranks connect at the start.
+    connect_all_up_to: usize,
 }
 
 impl RankAddress {
@@ -91,8 +91,8 @@ pub(crate) struct Participant {
     pub(crate) key: Key,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
-    /// The most ranks of a group that send their records to each other directly.
-    pub(crate) max_direct_group_size: usize,
+    /// The size of the largest job in which every two ranks connect at the start.
+    pub(crate) connect_all_up_to: usize,
     /// `true` if every two ranks connect.
     pub(crate) connects_all: bool,
 }
@@ -159,7 +159,7 @@ fn connect_to_neighbours(
         ip,
         port: acceptor.port(),
         host: shared_memory.then(host_token).flatten(),
-        max_direct_group_size: participant.max_direct_group_size,
+        connect_all_up_to: participant.connect_all_up_to,
     };
     let ranks = exchange_addresses(participant, store, &own_address)?;
     let directory = Directory {
@@ -193,7 +193,6 @@ fn connect_to_neighbours(
     Ok(Connections {
         rank: participant.rank,
         timeout: participant.timeout,
-        max_direct_group_size: participant.max_direct_group_size,
         hosts: ranks.into_iter().map(|rank| rank.host).collect(),
         streams,
         on_demand,
@@ -355,15 +354,15 @@ fn exchange_addresses(
             wire::decode(&bytes).map_err(|message| participant.own_error(message))?;
         addresses.push(address);
     }
-    // Ranks that differ in this would wait for messages that are never sent.
-    let rank_0_size = addresses[0].max_direct_group_size;
+    // Ranks that differ in this would wait for connections that are never made.
+    let rank_0_size = addresses[0].connect_all_up_to;
     let mut others = addresses
         .iter()
-        .map(|address| address.max_direct_group_size)
+        .map(|address| address.connect_all_up_to)
         .enumerate();
     if let Some((rank, other_size)) = others.find(|&(_, other_size)| other_size != rank_0_size) {
         let message = format!(
-            "`direct_up_to` is {rank_0_size} on rank 0 and {other_size} on rank {rank}, but must be the same on all ranks"
+            "`connect_all_up_to` is {rank_0_size} on rank 0 and {other_size} on rank {rank}, but must be the same on all ranks"
         );
         return Err(participant.missing_error(Vec::new(), message));
     }
@@ -561,7 +560,7 @@ mod tests {
         options: &StoreOptions,
         store: TcpStore,
         timeout: Duration,
-        max_direct_group_size: usize,
+        connect_all_up_to: usize,
     ) -> CommError {
         let &StoreOptions {
             rank, world_size, ..
@@ -573,15 +572,15 @@ mod tests {
             key: store.key.clone(),
             timeout,
             deadline: deadline_after(timeout),
-            max_direct_group_size,
-            connects_all: world_size <= max_direct_group_size,
+            connect_all_up_to,
+            connects_all: world_size <= connect_all_up_to,
         };
         super::meet(&participant, store, false).unwrap_err()
     }
 
     #[test]
     fn all_ranks_give_up_with_the_error_of_the_first_that_does() {
-        for max_direct_group_size in [3, 1] {
+        for connect_all_up_to in [3, 1] {
             let [first, second, third] = [0, 1, 2].map(|rank| options(rank, 3));
             let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
             let [other, silent] = [&second, &third]
@@ -591,26 +590,15 @@ mod tests {
                 ip: Ipv4Addr::LOCALHOST.into(),
                 port: 1,
                 host: None,
-                max_direct_group_size,
+                connect_all_up_to,
             };
             silent
                 .set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap())
                 .unwrap();
             thread::scope(|scope| {
-                let other = scope.spawn(|| {
-                    meet(
-                        &second,
-                        other,
-                        Duration::from_secs(20),
-                        max_direct_group_size,
-                    )
-                });
-                let first = meet(
-                    &first,
-                    host,
-                    Duration::from_millis(700),
-                    max_direct_group_size,
-                );
+                let other = scope
+                    .spawn(|| meet(&second, other, Duration::from_secs(20), connect_all_up_to));
+                let first = meet(&first, host, Duration::from_millis(700), connect_all_up_to);
                 let is_named =
                     matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
                 assert!(is_named, "{first}");
@@ -620,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_would_agree_on_operations_in_different_ways_do_not_begin() {
+    fn ranks_that_would_connect_in_different_ways_do_not_begin() {
         let [first, second] = [0, 1].map(|rank| options(rank, 2));
         let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
         let other = TcpStore::connect(host.address(), &second).unwrap();
@@ -630,7 +618,7 @@ mod tests {
             assert!(
                 first
                     .to_string()
-                    .contains("`direct_up_to` is 32 on rank 0 and 1 on rank 1"),
+                    .contains("`connect_all_up_to` is 32 on rank 0 and 1 on rank 1"),
                 "{first}"
             );
             assert_eq!(other.join().unwrap(), first);

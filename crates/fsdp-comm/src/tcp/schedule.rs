@@ -1,9 +1,10 @@
-//! The schedule of an exchange in which records travel through other ranks: Bruck's all-gather.
+//! The schedule of a vote in which ballots travel through other ranks: Bruck's all-gather.
 //!
-//! At first a rank holds its own record only. In step `k` it sends to the rank `2^k` places before
-//! it, and receives from the rank `2^k` places after it. What it receives are the records that
-//! follow those that it holds already. So their number doubles with each step, and after
-//! `log2(ranks)` steps, rounded up, each rank holds the records of all.
+//! At first a rank holds its own ballot only. In step `k` it sends to the rank `2^k` places before
+//! it, and receives from the rank `2^k` places after it. What it receives are the ballots, merged
+//! into one, and the attachments of the ranks that follow those of which it holds them already. So
+//! their number doubles with each step, and after `log2(ranks)` steps, rounded up, each rank has
+//! those of all.
 //!
 //! Places are ranks of the group. The first rank follows the last.
 
@@ -17,17 +18,16 @@ pub(super) struct Schedule {
     rank: usize,
 }
 
-/// One step of a rank. It sends as many records as it receives.
+/// One step of a rank. It sends the ballots of as many ranks as it receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Step {
     /// The rank that this one sends to.
     pub(super) receiver: usize,
     /// The rank that this one receives from.
     pub(super) sender: usize,
-    /// The number of records that are sent, and that are received. Those sent begin with the record
-    /// of this rank, those received with the record of `sender`; the others follow in the order of
-    /// ranks.
-    pub(super) record_count: usize,
+    /// The number of ranks whose ballots are sent, and of those whose ballots are received. The first
+    /// of them are this rank and `sender`; the others follow in the order of ranks.
+    pub(super) count: usize,
 }
 
 impl Schedule {
@@ -54,8 +54,8 @@ impl Schedule {
             .map(move |distance| Step {
                 receiver: (rank + ranks - distance) % ranks,
                 sender: (rank + distance) % ranks,
-                // The last step brings only the records that are left.
-                record_count: distance.min(ranks - distance),
+                // The last step brings only the ballots that are left.
+                count: distance.min(ranks - distance),
             })
     }
 
@@ -69,17 +69,6 @@ impl Schedule {
         neighbours.into_iter().collect()
     }
 
-    /// Returns two ranks that this one receives from, and that are on the way of a record from
-    /// another rank, `origin`, to this one. One is as far away as the longest step that does not
-    /// pass `origin`. The other is as far away as the shortest of the steps that together lead to
-    /// `origin`. Both may be the same.
-    pub(super) fn relays_from(self, origin: usize) -> [usize; 2] {
-        let distance = (origin + self.ranks - self.rank) % self.ranks;
-        let longest_distance = 1 << distance.ilog2();
-        let shortest_distance = distance & distance.wrapping_neg();
-        [longest_distance, shortest_distance].map(|step| (self.rank + step) % self.ranks)
-    }
-
     /// Returns `rank_count` ranks in order, beginning with `first_rank`. The first rank of the
     /// group follows the last.
     pub(super) fn consecutive_ranks(
@@ -88,11 +77,6 @@ impl Schedule {
         rank_count: usize,
     ) -> impl Iterator<Item = usize> {
         (first_rank..first_rank + rank_count).map(move |rank| rank % self.ranks)
-    }
-
-    /// Returns the rank that gets the record of a rank before any other does.
-    pub(super) fn first_receiver(self, rank: usize) -> usize {
-        (rank + self.ranks - 1) % self.ranks
     }
 }
 
@@ -130,13 +114,11 @@ mod tests {
                     assert_ne!(step.receiver, rank);
                     let other = all[step.receiver][number];
                     assert_eq!(
-                        (other.sender, other.record_count),
-                        (rank, step.record_count),
+                        (other.sender, other.count),
+                        (rank, step.count),
                         "{rank} of {ranks}"
                     );
                 }
-                let first = own.first().map_or(rank, |step| step.receiver);
-                assert_eq!(Schedule::new(ranks, 0).first_receiver(rank), first);
             }
         }
     }
@@ -165,39 +147,10 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_is_reached_over_either_neighbour_on_the_way() {
-        for ranks in SIZES.into_iter().filter(|&ranks| ranks > 1) {
-            for (rank, to) in [
-                (0, 1),
-                (0, ranks - 1),
-                (ranks / 2, ranks / 3),
-                (ranks - 1, 0),
-            ] {
-                for way in [0, 1] {
-                    let mut at = rank;
-                    let mut steps = 0;
-                    while at != to {
-                        let next = Schedule::new(ranks, at).relays_from(to)[way];
-                        assert!(
-                            Schedule::new(ranks, at)
-                                .steps()
-                                .any(|step| step.sender == next),
-                            "{ranks}"
-                        );
-                        at = next;
-                        steps += 1;
-                    }
-                    assert!(steps <= ranks.ilog2() + 1, "{steps} steps in {ranks}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn every_rank_gets_every_record_once() {
+    fn every_rank_gets_every_attachment_once() {
         for ranks in SIZES.into_iter().chain(6..80) {
             let all = steps(ranks);
-            // For each rank, how often it has got each record.
+            // For each rank, how often it has got each attachment.
             let mut got: Vec<Vec<u8>> = (0..ranks)
                 .map(|rank| (0..ranks).map(|of| u8::from(of == rank)).collect())
                 .collect();
@@ -206,13 +159,13 @@ mod tests {
                 for (rank, own) in all.iter().enumerate() {
                     let Step {
                         sender: from,
-                        record_count: len,
+                        count: len,
                         ..
                     } = own[number];
                     for of in Schedule::new(ranks, rank).consecutive_ranks(from, len) {
                         assert_eq!(
                             before[from][of], 1,
-                            "rank {from} of {ranks} does not have the record of {of} yet"
+                            "rank {from} of {ranks} does not have the attachment of {of} yet"
                         );
                         got[rank][of] += 1;
                     }

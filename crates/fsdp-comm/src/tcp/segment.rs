@@ -1,15 +1,16 @@
 //! Shared memory that one rank of a group owns and all ranks of the group map.
 //!
 //! ```text
-//! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
-//! two notifications (futexes): a count that goes up at every change, and the number of ranks that wait for the next change
+//! words of the owner: token, votes cast, chunks published, rounds planned, lengths of its two attachments | its ballot
+//! three notifications (futexes): a count that goes up at every change, and the number of ranks that wait for the next change
+//! words of the group, in the segment of rank 0: ballots cast | the verdict, the merged ballot
 //! for each reader: chunks consumed | the place of its chunks of this round: number of the first, offset, size
-//! two records, of rounds with even and with odd numbers
+//! two attachments, of votes with even and with odd numbers
 //! two windows, of chunks with even and with odd numbers
 //! ```
 //!
 //! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which
-//! time. The owner writes records and windows only while nobody reads them. Each hand-over is a
+//! time. The owner writes attachments and windows only while nobody reads them. Each hand-over is a
 //! release store of a word by one rank, which another rank sees with an acquire load.
 //!
 //! All processes of a job follow this protocol. A process that does not can make others compute
@@ -25,31 +26,54 @@ use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::thread::futex;
 
-/// The longest record. Records have a few words for each rank, and a small payload.
-pub(super) const RECORD_BYTES: usize = 128 << 10;
+use crate::ballot::{BALLOT_BYTES, Ballot};
+
+/// The longest attachment. Attachments have a few words for each rank, and a small payload.
+pub(super) const ATTACHMENT_BYTES: usize = 128 << 10;
 /// The size of each of the two windows: small enough that the bytes are still in a cache when other
 /// ranks read them.
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
-/// The size of a cache line. The words about each reader have a line of their own.
+/// The size of a cache line. Words that different ranks write at the same time have lines of their
+/// own, as have the words about each reader.
 const LINE_BYTES: usize = 64;
+
+/// The numbers of the lines after the first one, which has words of the owner.
+const BALLOT_LINE: usize = 1;
+const NOTIFICATIONS_LINE: usize = 2;
+const ALL_BALLOTS_LINE: usize = 5;
+const VERDICT_LINE: usize = 6;
+const READERS_LINE: usize = 7;
+
+/// The number of words of a ballot.
+pub(super) const BALLOT_WORDS: usize = BALLOT_BYTES.div_ceil(8);
+
 const PAGE_BYTES: usize = 4096;
 
-/// A word of a segment that its owner writes, except for the verdict, which all ranks write.
+/// A word of a segment. Its owner writes it, except for those of the group, which are in the segment
+/// of rank 0, and which all ranks write.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Word {
     /// The token of the owner. A process that finds another one has mapped the wrong memory.
     Token,
-    /// The number of rounds at which the owner has arrived.
-    Arrived,
+    /// The number of votes in which the owner has cast its ballot.
+    Voted,
     /// The number of chunks that the owner has published, over all rounds.
     Published,
     /// The number of rounds for which the owner has told its readers where their chunks lie.
     Planned,
-    /// The verdict on the group's rounds. Only that of rank 0 is used.
+    /// The length of the owner's attachment in votes of this parity.
+    AttachmentLen(usize),
+    /// A part of the owner's ballot, by its number.
+    Ballot(usize),
+    /// The number of ballots that all ranks of the group have cast, over all votes.
+    AllBallots,
+    /// The verdict on the group's votes.
     Verdict,
-    /// The length of the owner's record of rounds of this parity.
-    RecordLen(usize),
+    /// A part of the merged ballot of the last vote, by its number.
+    MergedBallot(usize),
+    /// The length of all attachments in the last vote.
+    AllAttachments,
 }
 
 /// A word of a segment about one of its readers.
@@ -65,14 +89,16 @@ pub(super) enum ReaderWord {
     Size,
 }
 
-/// One of the two notifications of a segment, named after the ranks that wait for it. It is a
+/// One of the three notifications of a segment, named after the ranks that wait for it. It is a
 /// futex: a count in memory, on which the kernel lets processes sleep until another one wakes them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Notification {
-    /// The owner has arrived or published.
+    /// The owner has published.
     ToReaders,
     /// A reader has consumed a chunk.
     ToOwner,
+    /// There is a verdict. Only that of rank 0 is used.
+    ToGroup,
 }
 
 /// The shared memory of one rank, as this process has mapped it.
@@ -83,15 +109,15 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Returns the length of the words: three lines of the owner and its notifications, and a line
-    /// for each reader.
+    /// Returns the length of the words: the lines of the owner, of the notifications and of the
+    /// group, and a line for each reader.
     fn header_bytes(ranks: usize) -> usize {
-        (LINE_BYTES * (3 + ranks)).next_multiple_of(PAGE_BYTES)
+        (LINE_BYTES * (READERS_LINE + ranks)).next_multiple_of(PAGE_BYTES)
     }
 
     /// Returns the length of the whole segment.
     fn total_bytes(ranks: usize) -> usize {
-        Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
+        Self::header_bytes(ranks) + 2 * ATTACHMENT_BYTES + 2 * WINDOW_BYTES
     }
 
     /// Creates zeroed memory for a group of `ranks` ranks, and the file through which others map
@@ -146,24 +172,28 @@ impl Segment {
     pub(super) fn word(&self, word: Word) -> &AtomicU64 {
         self.word_at(match word {
             Word::Token => 0,
-            Word::Arrived => 8,
+            Word::Voted => 8,
             Word::Published => 16,
             Word::Planned => 24,
-            Word::Verdict => 32,
-            Word::RecordLen(parity) => 40 + 8 * (parity % 2),
+            Word::AttachmentLen(parity) => 32 + 8 * (parity % 2),
+            Word::Ballot(part) => LINE_BYTES * BALLOT_LINE + 8 * part,
+            Word::AllBallots => LINE_BYTES * ALL_BALLOTS_LINE,
+            Word::Verdict => LINE_BYTES * VERDICT_LINE,
+            Word::MergedBallot(part) => LINE_BYTES * VERDICT_LINE + 8 * (1 + part),
+            Word::AllAttachments => LINE_BYTES * VERDICT_LINE + 8 * (1 + BALLOT_WORDS),
         })
     }
 
     /// Returns a word about a reader.
     pub(super) fn reader_word(&self, reader: usize, word: ReaderWord) -> &AtomicU64 {
         assert!(reader < self.ranks);
-        self.word_at(LINE_BYTES * (3 + reader) + 8 * word as usize)
+        self.word_at(LINE_BYTES * (READERS_LINE + reader) + 8 * word as usize)
     }
 
     /// Returns the two words of a notification: its count, and the number of ranks that wait for
     /// it.
     fn notification_words(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
-        let line = LINE_BYTES * (1 + notification as usize);
+        let line = LINE_BYTES * (NOTIFICATIONS_LINE + notification as usize);
         let count: *mut AtomicU64 = self.word_at(line).as_ptr().cast();
         // SAFETY: the first half of a word of the header, which all processes use as an atomic of
         // this size only.
@@ -218,14 +248,14 @@ impl Segment {
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
-    /// Returns the offset in the mapping of the record of rounds of this parity.
-    fn record_offset(&self, parity: usize) -> usize {
-        Self::header_bytes(self.ranks) + parity % 2 * RECORD_BYTES
+    /// Returns the offset in the mapping of the attachment in votes of this parity.
+    fn attachment_offset(&self, parity: usize) -> usize {
+        Self::header_bytes(self.ranks) + parity % 2 * ATTACHMENT_BYTES
     }
 
     /// Returns the offset in the mapping of a place in a window.
     fn window_offset(&self, window: usize, offset: usize) -> usize {
-        Self::header_bytes(self.ranks) + 2 * RECORD_BYTES + window % 2 * WINDOW_BYTES + offset
+        Self::header_bytes(self.ranks) + 2 * ATTACHMENT_BYTES + window % 2 * WINDOW_BYTES + offset
     }
 
     /// Copies `bytes` to `offset` of the mapping.
@@ -241,23 +271,47 @@ impl Segment {
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         let area = self.pointer_to(offset, len);
         // SAFETY: inside the mapping, and not written to until this reader says that it has
-        // consumed them or arrives at the round after the next (the protocol), which it does after
+        // consumed them or votes in the round after the next (the protocol), which it does after
         // the last use of the slice.
         unsafe { std::slice::from_raw_parts(area, len) }
     }
 
-    /// Writes the owner's record.
-    pub(super) fn write_record(&self, parity: usize, record: &[u8]) {
-        assert!(record.len() <= RECORD_BYTES);
-        self.write(self.record_offset(parity), record);
-        self.word(Word::RecordLen(parity))
-            .store(record.len() as u64, Ordering::Release);
+    /// Writes the owner's attachment.
+    pub(super) fn write_attachment(&self, parity: usize, attachment: &[u8]) {
+        assert!(attachment.len() <= ATTACHMENT_BYTES);
+        self.write(self.attachment_offset(parity), attachment);
+        self.word(Word::AttachmentLen(parity))
+            .store(attachment.len() as u64, Ordering::Release);
     }
 
-    /// Returns the owner's record, once the owner has arrived at the round.
-    pub(super) fn record(&self, parity: usize) -> &[u8] {
-        let len = self.word(Word::RecordLen(parity)).load(Ordering::Acquire) as usize;
-        self.bytes(self.record_offset(parity), len.min(RECORD_BYTES))
+    /// Returns the owner's attachment, once the owner has voted.
+    pub(super) fn attachment(&self, parity: usize) -> &[u8] {
+        let len = self
+            .word(Word::AttachmentLen(parity))
+            .load(Ordering::Acquire) as usize;
+        self.bytes(self.attachment_offset(parity), len.min(ATTACHMENT_BYTES))
+    }
+
+    /// Writes a ballot into the words that `part` returns.
+    pub(super) fn write_ballot(&self, ballot: Ballot, part: impl Fn(usize) -> Word) {
+        let mut bytes = [0; 8 * BALLOT_WORDS];
+        bytes[..BALLOT_BYTES].copy_from_slice(&ballot.to_bytes());
+        for (number, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
+            let word = u64::from_le_bytes(*word);
+            self.word(part(number)).store(word, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the ballot in the words that `part` returns.
+    pub(super) fn ballot(&self, part: impl Fn(usize) -> Word) -> Ballot {
+        let mut bytes = [0; 8 * BALLOT_WORDS];
+        for (number, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            *word = self
+                .word(part(number))
+                .load(Ordering::Relaxed)
+                .to_le_bytes();
+        }
+        Ballot::from_bytes(std::array::from_fn(|at| bytes[at]))
     }
 
     /// Writes to one of the owner's windows.
@@ -285,15 +339,18 @@ mod tests {
     fn another_mapping_shows_what_the_owner_wrote() {
         let (owner, file) = Segment::create(3).unwrap();
         let reader = Segment::open(std::process::id(), file.as_raw_fd(), 3).unwrap();
-        owner.write_record(1, b"record");
+        owner.write_attachment(1, b"attachment");
+        let ballot = Ballot::new(&"call").unwrap();
+        owner.write_ballot(ballot, Word::Ballot);
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
         reader
             .reader_word(2, ReaderWord::Consumed)
             .store(7, Ordering::Release);
         assert_eq!(
-            (reader.record(1), reader.record(0)),
-            (&b"record"[..], &b""[..])
+            (reader.attachment(1), reader.attachment(0)),
+            (&b"attachment"[..], &b""[..])
         );
+        assert_eq!(reader.ballot(Word::Ballot), ballot);
         assert_eq!(reader.window(1, WINDOW_BYTES - 3, 3), b"end");
         assert_eq!(
             owner
@@ -317,19 +374,19 @@ mod tests {
     fn a_notification_wakes_the_rank_that_waits() {
         let (owner, file) = Segment::create(1).unwrap();
         let reader = Segment::open(std::process::id(), file.as_raw_fd(), 1).unwrap();
-        let arrived = || reader.word(Word::Arrived).load(Ordering::Acquire) == 1;
+        let has_voted = || reader.word(Word::Voted).load(Ordering::Acquire) == 1;
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !arrived() {
+                while !has_voted() {
                     reader.wait_for_notification(
                         Notification::ToReaders,
                         Duration::from_secs(60),
-                        arrived,
+                        has_voted,
                     );
                 }
             });
             std::thread::sleep(Duration::from_millis(20));
-            owner.word(Word::Arrived).store(1, Ordering::Release);
+            owner.word(Word::Voted).store(1, Ordering::Release);
             owner.notify(Notification::ToReaders);
         });
     }

@@ -1,16 +1,16 @@
 //! Rounds through shared memory, for groups whose ranks are all on one host.
 //!
-//! Each rank owns a segment that all ranks map. The segment holds the rank's record. The bytes that
+//! Each rank owns a segment that all ranks map. The segment holds the rank's ballot. The bytes that
 //! the rank sends go through two windows of the segment, chunk by chunk: the rank writes chunk `k`
 //! into window `k % 2` once all readers have consumed chunk `k - 2`. Bytes that several ranks read
 //! (an all-gather) are written once. If ranks read different bytes (a reduce-scatter), their chunks
 //! share the window.
 //!
 //! A round has these steps:
-//! 1. Each rank writes its record, and says that it has arrived.
-//! 2. Each rank waits until all have arrived. All agree on a verdict: the round is complete, or it
-//!    has failed.
-//! 3. Each rank plans from all records what it sends and reads, and tells its readers where their
+//! 1. Each rank writes its ballot and its attachment, and counts itself. The last one merges all
+//!    ballots, and wakes the others.
+//! 2. All agree on a verdict: the vote is complete, or it has failed.
+//! 3. Each rank plans from the outcome what it sends and reads, and tells its readers where their
 //!    chunks will lie.
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
@@ -25,22 +25,23 @@ use serde::{Deserialize, Serialize};
 
 use super::chunks::{IncomingChunks, OutgoingChunks, PublishedChunks};
 use super::inbox::HEARTBEAT_TIMEOUT;
-use super::segment::{Notification, RECORD_BYTES, Segment, Word};
-use super::sockets::{Member, SETUP_ROUNDS};
+use super::segment::{ATTACHMENT_BYTES, Notification, Segment, Word};
+use super::sockets::Member;
 use super::watch::SharedRound;
-use crate::backend::{Destination, Plan, Round, reduce_blocks};
+use crate::backend::{Destination, Plan, Round, Tally, Vote, reduce_blocks};
+use crate::ballot::Ballot;
 use crate::error::CommError;
 use crate::sync::lock;
 use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
 ///
-/// The verdict is a word in the segment of rank 0, by which all ranks agree on the outcome of each
-/// round. Without this bit, it is the number of complete rounds. With this bit, its other bits are
-/// the number of complete rounds, which is also the number of the round that failed, and the rank
-/// that gave up.
+/// The verdict is a word in the segment of rank 0, by which all ranks agree on the end of each vote.
+/// Without this bit, it is the number of complete votes. With this bit, its other bits are the
+/// number of complete votes, which is also the number of the vote that failed, and the rank that
+/// gave up.
 const FAILED: u64 = 1 << 63;
-/// The position of the rank in a verdict. The bits below it are the round.
+/// The position of the rank in a verdict. The bits below it are the number of votes.
 const RANK_SHIFT: u32 = 40;
 
 /// The shared memory of a group.
@@ -48,6 +49,8 @@ const RANK_SHIFT: u32 = 40;
 pub(super) struct SharedMemory {
     /// The segment of each rank.
     segments: Vec<Segment>,
+    /// The number of votes that are complete. Locked during a vote.
+    complete_votes: Mutex<u64>,
     /// The chunks that this rank has sent so far.
     published: Mutex<PublishedChunks>,
 }
@@ -88,9 +91,6 @@ impl SharedMemory {
         });
         let token = group ^ (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let invitation = created.as_ref().ok().map(|(segment, file)| {
-            segment
-                .word(Word::Verdict)
-                .store(SETUP_ROUNDS, Ordering::Release);
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation {
                 process: std::process::id(),
@@ -106,50 +106,60 @@ impl SharedMemory {
         let segments = own_segment.and_then(|own_segment| map_all(rank, own_segment, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
         let verdicts = exchange(member, round, 1, &segments.is_some())?;
-        (0..2).for_each(|setup_round| member.discard_round(setup_round));
         let works_for_all = verdicts
             .iter()
             .all(|verdict| wire::decode(verdict) == Ok(true));
         let memory = segments.map(|segments| SharedMemory {
             segments,
+            complete_votes: Mutex::default(),
             published: Mutex::default(),
         });
         Ok(memory.filter(|_| works_for_all))
     }
 
-    /// Shows this rank's record to the others, and waits for the records of all. Returns them in
-    /// rank order. They stay in place until the round after the next.
-    pub(super) fn exchange(
+    /// Votes in a round with all other ranks.
+    pub(super) fn vote(
         &self,
         member: Member<'_>,
         round: &Round<'_>,
-        record: &[u8],
-    ) -> Result<Vec<&[u8]>, CommError> {
-        if record.len() > RECORD_BYTES {
+        vote: &Vote<'_>,
+    ) -> Result<Tally, CommError> {
+        let &Vote { ballot, attachment } = vote;
+        if attachment.len() > ATTACHMENT_BYTES {
             let message = format!(
-                "its {} bytes of arguments are more than {RECORD_BYTES}",
-                record.len()
+                "its {} bytes of arguments are more than {ATTACHMENT_BYTES}",
+                attachment.len()
             );
             return Err(CommError::invalid_argument(round.operation, message));
         }
-        let parity = (round.number % 2) as usize;
+        let mut complete_votes = lock(&self.complete_votes);
+        let parity = (*complete_votes % 2) as usize;
+        // Step 1: cast this rank's ballot. The attachment overwrites that of the vote before last,
+        // which nobody reads any more, because all ranks have voted since then.
         let own_segment = &self.segments[member.rank];
-        // Step 1: publish this rank's record, and wake the others. It overwrites the record of the
-        // round before last, which nobody reads any more, because all ranks have arrived at the
-        // last round since then.
-        own_segment.write_record(parity, record);
+        own_segment.write_attachment(parity, attachment);
+        own_segment.write_ballot(ballot, Word::Ballot);
         own_segment
-            .word(Word::Arrived)
-            .store(round.number + 1, Ordering::Release);
-        own_segment.notify(Notification::ToReaders);
-        // Step 2: wait for all ranks, and agree on whether all have come.
-        let arrival = self.shared_round(member, round).wait_until_all_arrived();
-        self.conclude(member, round, arrival)?;
-        Ok(self
-            .segments
-            .iter()
-            .map(|segment| segment.record(parity))
-            .collect())
+            .word(Word::Voted)
+            .store(*complete_votes + 1, Ordering::Release);
+        let group = &self.segments[0];
+        group.word(Word::AllBallots).fetch_add(1, Ordering::AcqRel);
+        // Step 2: wait until all have voted, and agree on whether all have.
+        let voting = self.wait_until_all_have_voted(member, round, *complete_votes);
+        self.conclude(member, round, *complete_votes, voting)?;
+        *complete_votes += 1;
+        // Step 3: read the outcome. Nobody writes it before this rank has voted once more.
+        let mut attachments = vec![Bytes::new(); self.segments.len()];
+        if group.word(Word::AllAttachments).load(Ordering::Relaxed) > 0 {
+            for (attachment, segment) in attachments.iter_mut().zip(&self.segments) {
+                *attachment = Bytes::copy_from_slice(segment.attachment(parity));
+            }
+        }
+        Ok(Tally {
+            ballot: group.ballot(Word::MergedBallot),
+            attachments,
+            sent_ballots: usize::from(self.segments.len() > 1),
+        })
     }
 
     /// Returns a round of this group through its shared memory.
@@ -161,34 +171,98 @@ impl SharedMemory {
         }
     }
 
-    /// Makes all ranks agree on the outcome of a round: all have arrived, or it has failed. The
-    /// first rank that knows decides, by setting the verdict atomically.
+    /// Waits until all ranks have voted, or there is a verdict. All sleep at the same place, and
+    /// the last rank to vote wakes them once.
     ///
-    /// Without this, a rank could arrive just after another has given up waiting for it, and
-    /// continue as if nothing had happened.
+    /// # Errors
+    /// A rank that does not vote before the deadline, or is lost.
+    fn wait_until_all_have_voted(
+        &self,
+        member: Member<'_>,
+        round: &Round<'_>,
+        complete_votes: u64,
+    ) -> Result<(), CommError> {
+        let group = &self.segments[0];
+        let all_ballots = (complete_votes + 1) * self.segments.len() as u64;
+        // The last rank may die before it has written the verdict. Then another one does.
+        let is_over = || {
+            group.word(Word::Verdict).load(Ordering::Acquire) != complete_votes
+                || group.word(Word::AllBallots).load(Ordering::Acquire) >= all_ballots
+        };
+        // The ranks that have not voted, as global ranks, for the error when a deadline is over.
+        let missing = || {
+            let segments_and_ranks = self.segments.iter().zip(member.ranks);
+            segments_and_ranks
+                .filter(|(segment, _)| {
+                    segment.word(Word::Voted).load(Ordering::Acquire) <= complete_votes
+                })
+                .map(|(_, &rank)| rank)
+                .collect()
+        };
+        self.shared_round(member, round)
+            .wait(group, Notification::ToGroup, is_over, missing)
+    }
+
+    /// Merges the ballots of all ranks, once all have voted.
+    fn count_ballots(&self, complete_votes: u64) {
+        let parity = (complete_votes % 2) as usize;
+        let ballots = self
+            .segments
+            .iter()
+            .map(|segment| segment.ballot(Word::Ballot));
+        let merged = ballots
+            .reduce(Ballot::merge)
+            .expect("a group has at least one rank");
+        let lens = self.segments.iter().map(|segment| {
+            let len = segment.word(Word::AttachmentLen(parity));
+            len.load(Ordering::Relaxed)
+        });
+        let group = &self.segments[0];
+        group.write_ballot(merged, Word::MergedBallot);
+        group
+            .word(Word::AllAttachments)
+            .store(lens.fold(0, u64::saturating_add), Ordering::Relaxed);
+    }
+
+    /// Makes all ranks agree on the end of a vote: all have voted, or it has failed. The first rank
+    /// that knows decides, by setting the verdict atomically.
+    ///
+    /// Without this, a rank could vote just after another has given up waiting for it, and continue
+    /// as if nothing had happened.
     fn conclude(
         &self,
         member: Member<'_>,
         round: &Round<'_>,
-        arrival: Result<(), CommError>,
+        complete_votes: u64,
+        voting: Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let verdict = self.segments[0].word(Word::Verdict);
-        let complete = round.number + 1;
-        let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
-        let own_verdict = if arrival.is_ok() { complete } else { failed };
-        // The verdict of the round before can be replaced only once, so the first rank decides. If
-        // that is this rank, its own outcome counts.
-        let Err(decided) = verdict.compare_exchange(
-            round.number,
-            own_verdict,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        ) else {
-            return arrival;
-        };
-        let complete_rounds = decided & ((1 << RANK_SHIFT) - 1);
-        if complete_rounds >= complete {
-            // The round was complete; a later failure does not change that.
+        let group = &self.segments[0];
+        let verdict = group.word(Word::Verdict);
+        let mut decided = verdict.load(Ordering::Acquire);
+        if decided == complete_votes {
+            let own_verdict = if voting.is_ok() {
+                self.count_ballots(complete_votes);
+                complete_votes + 1
+            } else {
+                FAILED | (member.rank as u64) << RANK_SHIFT | complete_votes
+            };
+            // The verdict of the vote before can be replaced only once, so the first rank decides.
+            // If that is this rank, its own outcome counts.
+            match verdict.compare_exchange(
+                complete_votes,
+                own_verdict,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => {
+                    group.notify(Notification::ToGroup);
+                    return voting;
+                }
+                Err(other_verdict) => decided = other_verdict,
+            }
+        }
+        if decided & ((1 << RANK_SHIFT) - 1) > complete_votes {
+            // The vote was complete; a later failure does not change that.
             return Ok(());
         }
         // Another rank has given up, and sends its error over the socket. Wait for that, so that
@@ -197,7 +271,7 @@ impl SharedMemory {
             deadline: round.deadline.max(Instant::now() + HEARTBEAT_TIMEOUT),
             ..*round
         };
-        arrival?;
+        voting?;
         let failed_rank = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let Some(&failed_rank) = member.ranks.get(failed_rank) else {
             // All ranks of the group can write the verdict, and one has written nonsense.
@@ -274,39 +348,6 @@ impl SharedMemory {
         }
         Ok(())
     }
-}
-
-impl SharedRound<'_> {
-    /// Waits for all ranks to arrive at the round.
-    ///
-    /// # Errors
-    /// A rank that does not arrive before the deadline, or is lost.
-    fn wait_until_all_arrived(&self) -> Result<(), CommError> {
-        for segment in self.segments {
-            self.wait(
-                segment,
-                Notification::ToReaders,
-                || has_arrived(segment, self.round),
-                || self.missing_ranks(),
-            )?;
-        }
-        Ok(())
-    }
-
-    /// Returns the ranks that have not arrived at the round, as global ranks, for the error when a
-    /// deadline is over.
-    fn missing_ranks(&self) -> Vec<usize> {
-        let segments_and_ranks = self.segments.iter().zip(self.member.ranks);
-        segments_and_ranks
-            .filter(|(segment, _)| !has_arrived(segment, self.round))
-            .map(|(_, &rank)| rank)
-            .collect()
-    }
-}
-
-/// Returns `true` if the owner of a segment has arrived at a round.
-fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
-    segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
 /// Exchanges a message with the other ranks of the host, in the setup round of this number. Returns

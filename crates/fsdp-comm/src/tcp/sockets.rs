@@ -6,7 +6,8 @@ use bytes::Bytes;
 
 use super::frame::{CHUNK_BYTES, Kind, OutgoingFrame};
 use super::node::Node;
-use crate::backend::{Destination, Plan, Planner, Round};
+use crate::backend::{Destination, Plan, Round, Tally, Vote};
+use crate::ballot::Ballot;
 use crate::error::CommError;
 
 /// The number of rounds in which a group is set up: two for shared memory, and one for the backends
@@ -28,6 +29,7 @@ pub(super) struct Member<'a> {
 
 impl Member<'_> {
     /// Returns the global ranks of all others.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(super) fn others(&self) -> impl Iterator<Item = usize> {
         let own_rank = self.node.rank;
         self.ranks
@@ -49,82 +51,29 @@ impl Member<'_> {
             kind,
             group: self.group,
             round: round.number,
-            body: body.into(),
+            body,
         };
         self.node.send(&frame, round)
     }
 
-    /// Shows this rank's record to the others, and waits for the records of all. Returns them in
-    /// rank order.
+    /// Votes in a round with all other ranks of the group.
+    pub(super) fn vote(&self, round: &Round<'_>, vote: &Vote<'_>) -> Result<Tally, CommError> {
+        self.node.vote(self.group, round, vote)
+    }
+
+    /// Shows a message to all other ranks, in a round in which nothing is compared. Returns the
+    /// messages of all ranks, in rank order.
     pub(super) fn exchange(
         &self,
         round: &Round<'_>,
-        record: &[u8],
+        message: &[u8],
     ) -> Result<Vec<Bytes>, CommError> {
-        let &Member {
-            node, group, ranks, ..
-        } = self;
-        if ranks.len() > node.max_direct_group_size {
-            return node.relay_records(group, round, record);
-        }
-        for receiver in self.others() {
-            self.send(round, receiver, Kind::Record, record)?;
-        }
-        // Wait until every rank's record is in the inbox, and take them.
-        node.wait(group, round, |state| {
-            let missing: Vec<usize> = self
-                .others()
-                .filter(|&sender| {
-                    state
-                        .received_frames(group, sender, round.number)
-                        .record
-                        .is_none()
-                })
-                .collect();
-            if !missing.is_empty() {
-                return Err(missing);
-            }
-            let mut records = Vec::with_capacity(ranks.len());
-            for &sender in ranks {
-                if sender == node.rank {
-                    records.push(Bytes::copy_from_slice(record));
-                    continue;
-                }
-                let received_record = state
-                    .received_frames(group, sender, round.number)
-                    .record
-                    .take();
-                records.push(received_record.expect("no record is missing").into());
-            }
-            Ok(records)
-        })
+        let vote = Vote {
+            ballot: Ballot::blank(),
+            attachment: message,
+        };
+        Ok(self.vote(round, &vote)?.attachments)
     }
-
-    /// Drops what has been received in a round that is over.
-    pub(super) fn discard_round(&self, round: u64) {
-        self.node.inbox().lock().discard_round(self.group, round);
-    }
-}
-
-/// Carries out a round.
-pub(super) fn round(
-    member: Member<'_>,
-    round: &Round<'_>,
-    record: &[u8],
-    send: &[u8],
-    plan: Planner<'_, '_>,
-) -> Result<(), CommError> {
-    let records = member.exchange(round, record)?;
-    let slices: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
-    // If no bytes move, or a rank has an error, the round ends here, in the same way on all ranks,
-    // because all have the same records.
-    let outcome = match plan(&slices) {
-        Ok(Some(plan)) => transfer(member, round, send, plan),
-        Ok(None) => Ok(()),
-        Err(error) => Err(error),
-    };
-    member.discard_round(round.number);
-    outcome
 }
 
 /// The ranges of bytes that this rank sends to each rank and takes from each rank.
@@ -140,7 +89,7 @@ struct Ranges<'a> {
 /// chunks of another rank wait here: before the other rank sends a chunk, it takes all but the last
 /// two chunks of this rank, which in turn has taken all but the last two of the other's chunks
 /// before it sent those. For that, a rank that has nothing to send answers with empty chunks.
-fn transfer(
+pub(super) fn transfer(
     member: Member<'_>,
     round: &Round<'_>,
     send: &[u8],
@@ -175,6 +124,8 @@ fn transfer(
             destination.take(previous_index * CHUNK_BYTES, &pieces);
         }
     }
+    let mut inbox = member.node.inbox().lock();
+    inbox.discard_chunks(member.group, round.number);
     Ok(())
 }
 
@@ -217,8 +168,8 @@ fn receive_chunks(
         }
         let sender = member.ranks[sender_index];
         let chunk = member.node.wait(member.group, round, |state| {
-            let frames = state.received_frames(member.group, sender, round.number);
-            frames.chunks.pop_front().ok_or_else(|| vec![sender])
+            let chunks = state.chunks(member.group, sender, round.number);
+            chunks.pop_front().ok_or_else(|| vec![sender])
         })?;
         if chunk.len() != due_bytes {
             let reason = format!("sent {} bytes where {due_bytes} were due", chunk.len());

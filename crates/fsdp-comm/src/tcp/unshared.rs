@@ -2,7 +2,7 @@
 //! sockets there.
 
 use super::sockets::Member;
-use crate::backend::{Plan, Round};
+use crate::backend::{Plan, Round, Tally, Vote};
 use crate::error::CommError;
 
 /// The shared memory of a group, which never exists here.
@@ -15,12 +15,12 @@ impl SharedMemory {
     }
 
     /// Returns never: there is no value of this type to call it on.
-    pub(super) fn exchange(
+    pub(super) fn vote(
         &self,
         _member: Member<'_>,
         _round: &Round<'_>,
-        _record: &[u8],
-    ) -> Result<Vec<&[u8]>, CommError> {
+        _vote: &Vote<'_>,
+    ) -> Result<Tally, CommError> {
         match *self {}
     }
 

@@ -51,6 +51,9 @@ impl<'a> SharedRound<'a> {
         }
         loop {
             segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
+            if is_ready() {
+                return Ok(());
+            }
             // The ranks may have made the change and left after that. So look for their loss first,
             // and then for the change.
             let Member { node, group, .. } = self.member;
