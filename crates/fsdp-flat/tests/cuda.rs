@@ -5,8 +5,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{
-    Contents, HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, release, to_device,
-    zeros_on,
+    Contents, GpuReader, HostBytes, HostBytesMut, HostCopies, HostMemory, HostSlice, HostSliceMut,
+    Upload, copy_to_gpu, finish_uploads, is_released, release, to_device, zeros_on,
 };
 use fsdp_flat::{FlatError, ShardedTensor};
 
@@ -99,6 +99,181 @@ fn large_tensors_go_to_the_host_through_pinned_memory() {
             "{range:?}"
         );
     }
+}
+
+/// Returns numbers that differ from byte to byte, on a GPU.
+fn numbers(numel: u32) -> (Vec<u32>, Tensor) {
+    let values: Vec<u32> = (0..numel).map(|k| k.wrapping_mul(2_654_435_761)).collect();
+    let tensor = Tensor::from_vec(values.clone(), values.len(), &Device::Cpu).unwrap();
+    (values, to_device(&tensor, &gpu()).unwrap())
+}
+
+/// Collects what a reader passes on.
+fn collected(
+    read: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<(), FlatError>) -> Result<(), FlatError>,
+) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    read(&mut |piece| {
+        bytes.extend_from_slice(piece);
+        Ok(())
+    })
+    .unwrap();
+    bytes
+}
+
+/// Returns the bytes of some numbers.
+fn bytes_of(values: &[u32]) -> Vec<u8> {
+    values
+        .iter()
+        .flat_map(|value| value.to_ne_bytes())
+        .collect()
+}
+
+#[test]
+fn several_threads_read_pieces_and_a_reader_that_fails_harms_no_other() {
+    let (values, tensor) = numbers(5_000_000);
+    let expected = bytes_of(&values);
+    let reader = GpuReader::begin(std::slice::from_ref(&tensor))
+        .unwrap()
+        .unwrap();
+    std::thread::scope(|scope| {
+        for range in [0..expected.len(), 4_000_001..9_000_003, 7..8, 5..5] {
+            let (reader, tensor, expected) = (&reader, &tensor, &expected);
+            scope.spawn(move || {
+                let found = collected(|sink| reader.read(tensor, range.clone(), sink));
+                assert!(found == expected[range.clone()], "{range:?}");
+            });
+        }
+        let (reader, tensor) = (&reader, &tensor);
+        scope.spawn(move || {
+            for _ in 0..5 {
+                let mut pieces = 0;
+                let error = reader.read(tensor, 0..20_000_000, &mut |_| {
+                    pieces += 1;
+                    if pieces < 3 {
+                        return Ok(());
+                    }
+                    Err(FlatError::Freed { shape: vec![3] })
+                });
+                assert!(matches!(error, Err(FlatError::Freed { shape }) if shape == [3]));
+            }
+        });
+    });
+    assert!(
+        reader
+            .read(&tensor, 0..20_000_001, &mut |_| Ok::<_, FlatError>(()))
+            .is_err()
+    );
+    assert!(GpuReader::begin(&[]).unwrap().is_none());
+}
+
+#[test]
+fn copies_have_the_values_of_their_time_in_pinned_memory_or_other() {
+    for limit in [0, 3 << 20, usize::MAX] {
+        let memory = HostMemory::new(limit);
+        for turn in 0..2 {
+            let (values, tensor) = numbers(9_000_000);
+            let (others, other) = numbers(1000);
+            // Neighbours, one within another, one that overlaps, and none at all.
+            let ranges = [
+                0..100,
+                100..5_000_000,
+                7_000_000..9_000_000,
+                200..300,
+                4_999_999..6_000_000,
+                5..5,
+            ];
+            let views: Vec<Tensor> = ranges
+                .iter()
+                .map(|range| tensor.narrow(0, range.start, range.len()).unwrap())
+                .collect();
+            let mut copies = HostCopies::begin(&memory, &[other.clone(), views[3].clone()], &views)
+                .unwrap()
+                .unwrap();
+            assert!(
+                turn == 0 || limit < usize::MAX || copies.is_queued(),
+                "the memory is kept"
+            );
+            HostBytesMut::write(&other).unwrap().fill(1);
+            copies.queue().unwrap();
+            assert!(copies.is_queued());
+            copies.end().unwrap().order_before_changes().unwrap();
+            // The GPU writes only when it has copied.
+            let zeros = zeros_on(&[9_000_000], DType::U32, &gpu()).unwrap();
+            tensor.slice_set(&zeros, 0, 0).unwrap();
+            for (view, range) in views.iter().zip(ranges) {
+                let len = range.len() * 4;
+                let found = collected(|sink| {
+                    assert!(copies.read(view, 0..len, sink)?);
+                    Ok(())
+                });
+                assert!(
+                    found == bytes_of(&values[range.clone()]),
+                    "{range:?} {limit}"
+                );
+            }
+            let found = collected(|sink| copies.read(&other, 40..80, sink).map(drop));
+            assert!(found == bytes_of(&others[10..20]));
+            let stranger = zeros.narrow(0, 0, 4).unwrap();
+            assert!(
+                !copies
+                    .read(&stranger, 0..4, &mut |_| Ok::<_, FlatError>(()))
+                    .unwrap()
+            );
+        }
+    }
+    assert!(
+        HostCopies::begin(&HostMemory::new(0), &[], &[])
+            .unwrap()
+            .is_none()
+    );
+}
+
+#[test]
+fn memory_that_is_released_before_its_copy_is_read_is_an_error() {
+    let (_, tensor) = numbers(100_000);
+    let memory = HostMemory::new(usize::MAX);
+    let mut copies = HostCopies::begin(&memory, &[], std::slice::from_ref(&tensor))
+        .unwrap()
+        .unwrap();
+    copies.queue().unwrap();
+    // Its end, because a GPU that reads freed memory has failed.
+    copies.end().unwrap().order_before_changes().unwrap();
+    tensor.device().synchronize().unwrap();
+    release(&tensor).unwrap();
+    let error = copies.read(&tensor, 0..4, &mut |_| Ok(()));
+    assert!(matches!(error, Err(FlatError::Freed { .. })));
+}
+
+#[test]
+fn uploads_fill_live_tensors_and_only_them() {
+    let (values, tensor) = numbers(30_000_000);
+    let mut expected = values;
+    // More than the blocks have, and one that is longer than a block.
+    let starts = (0..10_000_000).step_by(1_000_000);
+    let ranges = starts.map(|start| start..start + 999_999);
+    let ranges: Vec<_> = ranges.chain([10_000_000..29_000_000, 7..7]).collect();
+    for round in 0..4u32 {
+        for range in &ranges {
+            let view = tensor.narrow(0, range.start, range.len()).unwrap();
+            let mut upload = Upload::begin(&view).unwrap();
+            let new: Vec<u32> = range.clone().map(|k| k as u32 ^ round).collect();
+            upload.bytes_mut().copy_from_slice(&bytes_of(&new));
+            expected[range.clone()].copy_from_slice(&new);
+            upload.finish().unwrap();
+        }
+        drop(Upload::begin(&tensor.narrow(0, 0, 10).unwrap()).unwrap());
+    }
+    finish_uploads().unwrap();
+    assert!(*HostSlice::<u32>::read(&tensor).unwrap() == expected[..]);
+    let source = Tensor::new(&[7u32, 8, 9], &Device::Cpu).unwrap();
+    assert!(copy_to_gpu(&source, &tensor.narrow(0, 4, 3).unwrap()).unwrap());
+    assert!(copy_to_gpu(&source, &tensor.narrow(0, 4, 2).unwrap()).is_err());
+    assert!(!copy_to_gpu(&tensor, &source).unwrap());
+    expected[4..7].copy_from_slice(&[7, 8, 9]);
+    assert!(*HostSlice::<u32>::read(&tensor).unwrap() == expected[..]);
+    release(&tensor).unwrap();
+    assert!(Upload::begin(&tensor).is_err());
 }
 
 #[test]

@@ -14,7 +14,8 @@ use crate::handles::{Handle, Handles, lock};
 use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
 use crate::machine::{
-    self, STREAMS, count_copy, current, devices, elements, push, push_marker, say, stream,
+    self, Moved, STREAMS, count_bytes, count_copy, count_host_wait, count_stream_wait, current,
+    devices, elements, push, push_marker, say, stream,
 };
 use crate::memory::{Address, device_of};
 use crate::queue::{Marker, Work};
@@ -142,7 +143,7 @@ extern "C" fn cuCtxDestroy_v2(_context: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxSynchronize() -> Code {
-    machine::count_host_wait();
+    count_host_wait();
     answer(current().and_then(|device| {
         device.synchronize();
         device.check()
@@ -248,6 +249,7 @@ unsafe extern "C" fn cuMemHostAlloc(made: *mut *mut c_void, bytes: usize, _flags
     // SAFETY: as many bytes as were allocated.
     unsafe { memory.write_bytes(0xff, bytes) };
     machine::pin(memory.addr(), bytes);
+    count_bytes(Moved::Pinned, bytes);
     // SAFETY: the caller's pointer.
     answer(unsafe { give(made, memory.cast()) })
 }
@@ -257,6 +259,7 @@ unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> Code {
     let Some(bytes) = machine::unpin(memory.addr()) else {
         return code::INVALID_VALUE;
     };
+    count_host_wait();
     devices().iter().for_each(machine::Device::synchronize);
     let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else {
         return code::INVALID_VALUE;
@@ -309,6 +312,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     answer(check(from, to, bytes).and_then(|()| {
         count_copy(bytes);
         count(Counted::CopiesUp);
+        count_bytes(Moved::ToDevice, bytes);
         let host = Host(from.cast_mut().cast());
         let work: Work = if machine::is_pinned(from.addr(), bytes) {
             // Read only when the stream gets there: who changes pinned memory too early gets wrong
@@ -336,6 +340,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     answer(check(to, from, bytes).and_then(|()| {
         count_copy(bytes);
         count(Counted::CopiesDown);
+        count_bytes(Moved::ToHost, bytes);
         let host = Host(to.cast());
         let is_pinned = machine::is_pinned(to.addr(), bytes);
         let copied = push(
@@ -351,7 +356,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         )?;
         // Only copies to pinned memory go on after the call.
         if !is_pinned {
-            machine::count_host_wait();
+            count_host_wait();
             copied.wait();
             return stream(on).and_then(|(device, _)| device.check());
         }
@@ -417,7 +422,7 @@ extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamSynchronize(handle: Handle) -> Code {
-    machine::count_host_wait();
+    count_host_wait();
     // Through a point in it, because the default stream has to wait for others.
     answer(push_marker(handle).and_then(|marker| {
         marker.wait();
@@ -476,7 +481,7 @@ extern "C" fn cuEventQuery(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuEventSynchronize(handle: Handle) -> Code {
-    machine::count_host_wait();
+    count_host_wait();
     answer(event(handle).and_then(|event| {
         let marker = lock(&event).clone();
         marker.wait();
@@ -486,6 +491,7 @@ extern "C" fn cuEventSynchronize(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> Code {
+    count_stream_wait();
     answer(event(of).and_then(|event| {
         let marker = lock(&event).clone();
         let (_, queue) = stream(handle)?;
@@ -518,4 +524,15 @@ unsafe extern "C" fn cudaStandInStreamWaits(handle: Handle, counts: *mut [u64; 2
         // SAFETY: the caller's pointer.
         unsafe { give(counts, queue.waits()) }
     }))
+}
+
+/// Tells the bytes that were copied to the host and from it, the bytes that were pinned, and how
+/// often the calling thread waited for a GPU and made a stream wait. CUDA has no such function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cudaStandInCounts(counts: *mut [u64; 5]) -> Code {
+    let [to_host, to_device, pinned] = machine::bytes_moved();
+    let [host_waits, stream_waits] = machine::waits();
+    let all = [to_host, to_device, pinned, host_waits, stream_waits];
+    // SAFETY: the caller's pointer.
+    answer(unsafe { give(counts, all) })
 }

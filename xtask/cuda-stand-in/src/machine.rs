@@ -325,17 +325,58 @@ pub(crate) fn copies() -> [u64; 2] {
     ]
 }
 
-/// The number of times that the host has waited for a GPU.
-static HOST_WAITS: AtomicU64 = AtomicU64::new(0);
+/// The bytes that were copied from GPUs to the host and from the host to GPUs, and those that were
+/// pinned.
+static BYTES: [AtomicU64; 3] = [AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)];
 
-/// Counts a wait of the host for a GPU.
-pub(crate) fn count_host_wait() {
-    HOST_WAITS.fetch_add(1, Ordering::Relaxed);
+/// What [`BYTES`] counts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Moved {
+    ToHost,
+    ToDevice,
+    Pinned,
 }
 
-/// Returns the number of times that the host has waited for a GPU so far.
+/// Counts bytes.
+pub(crate) fn count_bytes(what: Moved, bytes: usize) {
+    BYTES[what as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+}
+
+/// Returns the bytes that were counted so far.
+pub(crate) fn bytes_moved() -> [u64; 3] {
+    [0, 1, 2].map(|index| BYTES[index].load(Ordering::Relaxed))
+}
+
+thread_local! {
+    /// The calls of this thread that waited for a GPU, and those that made a stream wait for an
+    /// event.
+    static WAITS: Cell<[u64; 2]> = const { Cell::new([0, 0]) };
+}
+
+/// The calls of all threads that waited for a GPU.
+static HOST_WAITS: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of calls of all threads that waited for a GPU.
 pub(crate) fn host_waits() -> u64 {
     HOST_WAITS.load(Ordering::Relaxed)
+}
+
+/// Counts a call of this thread that waits for a GPU.
+pub(crate) fn count_host_wait() {
+    HOST_WAITS.fetch_add(1, Ordering::Relaxed);
+    let [host, streams] = WAITS.get();
+    WAITS.set([host + 1, streams]);
+}
+
+/// Counts a call of this thread that makes a stream wait.
+pub(crate) fn count_stream_wait() {
+    let [host, streams] = WAITS.get();
+    WAITS.set([host, streams + 1]);
+}
+
+/// Returns the numbers of calls of this thread that waited, and that made a stream wait.
+pub(crate) fn waits() -> [u64; 2] {
+    WAITS.get()
 }
 
 /// Writes a line to stderr: there is nobody else to tell what a code does not.

@@ -22,8 +22,11 @@ const UNSAFE: &[&str] = &[
     "crates/fsdp-comm/src/nccl/mod.rs",
     // Bytes of GPU memory, and pinned memory.
     "crates/fsdp-flat/src/storage/mod.rs",
+    "crates/fsdp-flat/src/storage/copies.rs",
     "crates/fsdp-flat/src/storage/cuda.rs",
+    "crates/fsdp-flat/src/storage/pinned.rs",
     "crates/fsdp-flat/src/storage/staging.rs",
+    "crates/fsdp-flat/src/storage/uploads.rs",
     // Stores that go around the caches.
     "crates/fsdp-flat/src/non_temporal.rs",
     // Memory that threads set part by part, and matrix products into memory that is not set before.
@@ -50,6 +53,7 @@ const UNSAFE: &[&str] = &[
     "xtask/cuda-stand-in/src/nccl/mod.rs",
     "xtask/cuda-stand-in/src/random.rs",
     // Reads what the stand-in has counted.
+    "crates/fsdp-checkpoint/tests/gpu.rs",
     "crates/fsdp-comm/tests/nccl.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",

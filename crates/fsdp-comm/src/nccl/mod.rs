@@ -20,7 +20,9 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use self::library::{SplitPlace, UniqueId};
 use self::watch::Watch;
 use self::watcher::{Origin, WatchedCommunicator};
-use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round, Vote};
+use crate::backend::{
+    Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round, Vote,
+};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;

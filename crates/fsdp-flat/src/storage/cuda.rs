@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError, result, sys,
+    CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr as _,
+    DeviceRepr, DriverError, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
@@ -16,16 +17,9 @@ use super::lend::{
     StorageMut, contiguous_bytes, contiguous_range, is_released_storage, released_error,
     unsupported_error, with_storage_mut,
 };
-use super::staging;
+use super::pinned::cuda_error;
+use super::staging::{self, DeviceBytes};
 use crate::error::FlatError;
-
-/// Longer transfers to the host go through pinned memory.
-const STAGED_FROM_BYTES: usize = 1 << 20;
-
-/// Returns candle's error for one of the driver's.
-fn cuda_error(error: DriverError) -> FlatError {
-    FlatError::Candle(candle_core::Error::wrap(error))
-}
 
 /// Opens the GPU with this CUDA ordinal for training. candle's `Device::new_cuda` opens it too, and
 /// then a step takes longer on the host:
@@ -113,30 +107,111 @@ pub(super) fn copy_to_host(
     storage: &CudaStorage,
     layout: &Layout,
 ) -> Result<CpuStorage, FlatError> {
+    let source = device_bytes(tensor, storage, layout)?;
+    let mut copy = zeroed(tensor.dims(), tensor.dtype())?;
+    let destination = plain_bytes_mut(&mut copy);
+    let mut copied_bytes = 0;
+    let ready = source.stream.record_event(None).map_err(cuda_error)?;
+    staging::read(&source, &ready, 0..source.len, &mut |piece| {
+        destination[copied_bytes..copied_bytes + piece.len()].copy_from_slice(piece);
+        copied_bytes += piece.len();
+        Ok::<(), FlatError>(())
+    })?;
+    Ok(copy)
+}
+
+/// Returns the memory of a contiguous tensor, which has this storage and layout.
+///
+/// # Errors
+/// A tensor that is released or not contiguous, or of a dtype whose elements are not plain bytes.
+fn device_bytes(
+    tensor: &Tensor,
+    storage: &CudaStorage,
+    layout: &Layout,
+) -> Result<DeviceBytes, FlatError> {
     let range = contiguous_bytes(tensor, layout)?;
     if is_released_storage(tensor, storage) {
         return Err(released_error(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported_error(tensor))?;
-    let source = bytes
+    let view = bytes
         .try_slice(range)
         .ok_or_else(|| released_error(tensor))?;
-    let mut copy = zeroed(tensor.dims(), tensor.dtype())?;
-    let destination = plain_bytes_mut(&mut copy);
-    if destination.is_empty() {
-        return Ok(copy);
-    }
     let stream = storage.device.cuda_stream();
-    // Small transfers are not worth the buffers.
-    if destination.len() >= STAGED_FROM_BYTES {
-        staging::read(&stream, &source, destination).map_err(cuda_error)?;
-    } else {
-        stream
-            .memcpy_dtoh(&source, destination)
-            .and_then(|()| stream.synchronize())
-            .map_err(cuda_error)?;
+    let (address, _recorded) = view.device_ptr(&stream);
+    Ok(DeviceBytes {
+        ordinal: stream.context().ordinal(),
+        address,
+        len: view.len(),
+        stream: Arc::clone(&stream),
+    })
+}
+
+/// Returns the memory of a contiguous tensor on a GPU. It stays where it is for as long as nobody
+/// puts another storage in the place of the tensor's.
+///
+/// # Errors
+/// The same as [`device_bytes`], and a tensor that is not on an NVIDIA GPU.
+pub(super) fn place_of(tensor: &Tensor) -> Result<DeviceBytes, FlatError> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cuda(storage) => device_bytes(tensor, storage, layout),
+        _ => Err(FlatError::device(tensor)),
     }
-    Ok(copy)
+}
+
+/// Reads tensors on GPUs, in any thread, as they are after the work that the thread that makes this
+/// has given to the GPUs.
+#[derive(Debug)]
+pub struct GpuReader {
+    /// The end of that work, for the stream of each device.
+    ready: Vec<(Arc<CudaStream>, CudaEvent)>,
+}
+
+impl GpuReader {
+    /// Makes a reader of these tensors, all of which are on GPUs; `None` if there are none.
+    ///
+    /// # Errors
+    /// Tensors that are released or not contiguous; CUDA's.
+    pub fn begin(tensors: &[Tensor]) -> Result<Option<Self>, FlatError> {
+        let mut ready: Vec<(Arc<CudaStream>, CudaEvent)> = Vec::new();
+        for tensor in tensors {
+            let stream = place_of(tensor)?.stream;
+            if !ready.iter().any(|(found, _)| *found == stream) {
+                let event = stream.record_event(None).map_err(cuda_error)?;
+                ready.push((stream, event));
+            }
+        }
+        Ok((!ready.is_empty()).then_some(GpuReader { ready }))
+    }
+
+    /// Passes the bytes `range` of a contiguous tensor to `sink`, in order and in pieces of pinned
+    /// memory: while `sink` has one, the next one is on its way. Several threads may read at once.
+    ///
+    /// # Errors
+    /// A tensor that is released, or not one of those that the reader was made for; a range that is
+    /// not there; CUDA's; the errors of `sink`.
+    pub fn read<E: From<FlatError>>(
+        &self,
+        tensor: &Tensor,
+        range: Range<usize>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        // The lock of the storage is held, so that nobody releases it meanwhile.
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            return Err(FlatError::device(tensor).into());
+        };
+        let source = device_bytes(tensor, storage, layout)?;
+        let ready = self.ready.iter().find(|(found, _)| *found == source.stream);
+        let Some((_, ready)) = ready else {
+            return Err(FlatError::device(tensor).into());
+        };
+        if range.start > range.end || range.end > source.len {
+            return Err(released_error(tensor).into());
+        }
+        staging::read(&source, ready, range, sink)
+    }
 }
 
 /// Copies a contiguous tensor to the host, and returns the copy.
@@ -164,6 +239,7 @@ pub(super) fn write(
     let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported_error(tensor))?;
     let mut destination = bytes
         .try_slice_mut(range)
+        .filter(|destination| destination.len() == source.len())
         .ok_or_else(|| released_error(tensor))?;
     if source.is_empty() {
         return Ok(());
@@ -173,6 +249,45 @@ pub(super) fn write(
         .memcpy_htod(source, &mut destination)
         .and_then(|()| stream.synchronize())
         .map_err(cuda_error)
+}
+
+/// Gives the GPU a copy of pinned memory to a contiguous tensor, which has this storage and layout.
+/// It may be under way when this returns: nothing may change `source` before the end of the work
+/// that the stream has then.
+pub(super) fn write_later(
+    tensor: &Tensor,
+    storage: &mut CudaStorage,
+    layout: &Layout,
+    source: &[u8],
+) -> Result<(), FlatError> {
+    if is_released_storage(tensor, storage) {
+        return Err(released_error(tensor));
+    }
+    let range = contiguous_bytes(tensor, layout)?;
+    let stream = storage.device.cuda_stream();
+    let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported_error(tensor))?;
+    let mut destination = bytes
+        .try_slice_mut(range)
+        .filter(|destination| destination.len() == source.len())
+        .ok_or_else(|| released_error(tensor))?;
+    if source.is_empty() {
+        return Ok(());
+    }
+    stream
+        .memcpy_htod(source, &mut destination)
+        .map_err(cuda_error)
+}
+
+/// Copies the bytes of a tensor of the host to a contiguous one on a GPU, of the same length.
+/// Returns when the copy has finished.
+pub(super) fn write_from_host(source: &[u8], target: &Tensor) -> Result<(), FlatError> {
+    with_storage_mut(target, |storage, layout| {
+        let StorageMut::Cuda(storage) = storage else {
+            return Err(FlatError::device(target));
+        };
+        let range = contiguous_bytes(target, layout)?;
+        write(target, storage, range, source)
+    })
 }
 
 /// Gives the memory back to CUDA.

@@ -15,6 +15,12 @@
 
 mod contents;
 #[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "pinned memory, which GPUs write")]
+mod copies;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_copies.rs"]
+mod copies;
+#[cfg(feature = "cuda")]
 #[expect(
     unsafe_code,
     reason = "elements as bytes, and memory that is not filled yet"
@@ -27,7 +33,13 @@ mod lend;
 mod many;
 #[cfg(feature = "cuda")]
 #[expect(unsafe_code, reason = "pinned memory")]
+mod pinned;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "pinned memory, which GPUs write")]
 mod staging;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "pinned memory, which GPUs read")]
+mod uploads;
 
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
@@ -38,10 +50,17 @@ use crate::error::FlatError;
 use candle_core::op::BackpropOp;
 
 pub use self::contents::Contents;
+pub use self::copies::{CopiesEnd, HostCopies, HostMemory};
+#[cfg(not(feature = "cuda"))]
+pub use self::copies::{GpuReader, Upload, finish_uploads};
+#[cfg(feature = "cuda")]
+pub use self::cuda::GpuReader;
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, reserved_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
+#[cfg(feature = "cuda")]
+pub use self::uploads::{Upload, finish_uploads};
 
 /// Returns `true` if [`release`] has freed the tensor's memory, or if a guard for writing holds it.
 #[must_use]
@@ -123,6 +142,22 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
         return zeros_on(tensor.dims(), tensor.dtype(), device);
     }
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
+}
+
+/// Copies the elements of a contiguous tensor into the memory of another one, contiguous and of the
+/// same dtype and number of elements: from the host to a GPU, without more memory there. Returns
+/// `false`, and does nothing, if they are not on these devices.
+///
+/// # Errors
+/// A tensor that is released or not contiguous; lengths that differ count as released; CUDA's.
+pub fn copy_to_gpu(source: &Tensor, target: &Tensor) -> Result<bool, FlatError> {
+    #[cfg(feature = "cuda")]
+    if source.device().is_cpu() && target.device().is_cuda() {
+        cuda::write_from_host(&HostBytes::read(source)?, target)?;
+        return Ok(true);
+    }
+    let _ = (source, target);
+    Ok(false)
 }
 
 /// Returns a contiguous copy of a tensor in new memory on the same device, detached from the graph.

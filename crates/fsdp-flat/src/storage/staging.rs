@@ -1,132 +1,151 @@
-//! Copies from the GPU to the host, through pinned memory and in pieces. While the GPU sends one
-//! piece to a pinned buffer, the CPU copies the piece before it to its destination.
+//! Reading memory of a GPU through pinned memory, in pieces. While the caller uses one piece, the
+//! GPU copies the next one.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaEvent, CudaStream, CudaView, DriverError, PinnedHostSlice,
-};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-/// The bytes that are copied at a time. Each GPU that is read from takes twice as much of the
-/// host's memory, for good.
-const PIECE_BYTES: usize = 16 << 20;
+use super::pinned::{PinnedMemory, copy_context, cuda_error};
+use crate::error::FlatError;
 
-/// The stream and the two pinned buffers that pieces of one GPU's memory go through.
-struct Stage {
-    stream: Arc<CudaStream>,
-    buffers: [PinnedHostSlice<u8>; 2],
+/// The bytes that are copied at a time: enough for the speed of the bus, and few enough to be in
+/// the processor's cache when they are used.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// The most lanes of a GPU that are kept when nobody reads: as many threads as read at once.
+const KEPT_LANES: usize = 16;
+
+/// Memory of a GPU, and the stream of the device that its tensor is on.
+///
+/// As a rule that is the *per-thread* stream, which is another one for each thread. So only the
+/// thread that computes can record the end of its work there, as an event that others wait for.
+#[derive(Debug, Clone)]
+pub(super) struct DeviceBytes {
+    /// The CUDA ordinal of the GPU.
+    pub(super) ordinal: usize,
+    pub(super) address: u64,
+    pub(super) len: usize,
+    pub(super) stream: Arc<CudaStream>,
 }
 
-impl Stage {
-    /// Makes the stage of the GPU with this CUDA ordinal.
-    fn new(ordinal: usize) -> Result<Stage, DriverError> {
-        // The stage has its own context. A second stream in candle's context would make candle
-        // synchronize streams at every op.
-        let context = CudaContext::new(ordinal)?;
-        Ok(Stage {
+/// The stream and the two pinned buffers of one thread that reads memory of one GPU.
+struct Lane {
+    stream: Arc<CudaStream>,
+    buffers: [PinnedMemory; 2],
+}
+
+impl Lane {
+    /// Makes a lane of the GPU with this CUDA ordinal.
+    fn new(ordinal: usize) -> Result<Lane, DriverError> {
+        let context = copy_context(ordinal)?;
+        Ok(Lane {
             stream: context.new_stream()?,
-            buffers: [pinned_buffer(&context)?, pinned_buffer(&context)?],
+            buffers: [
+                PinnedMemory::new(&context, PIECE_BYTES)?,
+                PinnedMemory::new(&context, PIECE_BYTES)?,
+            ],
         })
     }
 }
 
-/// Makes a buffer of pinned memory for one piece.
-fn pinned_buffer(context: &Arc<CudaContext>) -> Result<PinnedHostSlice<u8>, DriverError> {
-    // The flags are 0, so the memory is not write-combined: the host would read such memory very
-    // slowly. SAFETY: any bytes are a valid `u8`, and these are zeroed before anything reads them.
-    let mut buffer = unsafe { context.alloc_pinned_with_flags::<u8>(PIECE_BYTES, 0) }?;
-    // SAFETY: the buffer has `PIECE_BYTES` bytes, and nothing else uses it yet.
-    unsafe { std::ptr::write_bytes(buffer.as_mut_ptr()?, 0, PIECE_BYTES) };
-    Ok(buffer)
+/// The lanes that nobody uses now, by the ordinals of their GPUs.
+fn idle_lanes() -> MutexGuard<'static, Option<HashMap<usize, Vec<Lane>>>> {
+    static LANES: Mutex<Option<HashMap<usize, Vec<Lane>>>> = Mutex::new(None);
+    LANES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Copies `source`, which `stream` has written, to the host. The copy is complete when this
-/// returns.
-pub(super) fn read(
-    stream: &CudaStream,
-    source: &CudaView<'_, u8>,
-    destination: &mut [u8],
-) -> Result<(), DriverError> {
-    static STAGES: Mutex<Option<HashMap<usize, Stage>>> = Mutex::new(None);
-    let ordinal = stream.context().ordinal();
-    // A stage is out of the map while it is used, so a panic leaves none that is half used.
-    let mut lock = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
-    let stages = lock.get_or_insert_default();
-    let mut stage = match stages.remove(&ordinal) {
-        Some(stage) => stage,
-        None => Stage::new(ordinal)?,
-    };
-    match copy_in_pieces(&mut stage, stream, source, destination) {
-        Ok(()) => {
-            stages.insert(ordinal, stage);
-            Ok(())
-        }
-        Err(error) => {
-            // A transfer into the buffers may still be under way. It must have ended before they
-            // are dropped; the next call makes a new stage.
-            stage.stream.synchronize().ok();
-            Err(error)
-        }
-    }
+/// Takes a lane of a GPU that nobody uses, or makes one.
+fn take_lane(ordinal: usize) -> Result<Lane, DriverError> {
+    let idle = idle_lanes().as_mut().and_then(|lanes| {
+        let lanes = lanes.get_mut(&ordinal)?;
+        lanes.pop()
+    });
+    idle.map_or_else(|| Lane::new(ordinal), Ok)
 }
 
-/// A piece that the GPU is copying to a staging buffer.
-struct PieceInFlight {
-    /// The number of the buffer.
-    buffer: usize,
-    /// The place of the piece in the destination.
+/// Passes the bytes `range` of `source` to `sink`, in order and in pieces, after the work before
+/// `ready`. All copies are over when this returns. Several threads may read at once, each with
+/// buffers of its own.
+///
+/// # Errors
+/// The driver's, and those of `sink`.
+pub(super) fn read<E: From<FlatError>>(
+    source: &DeviceBytes,
+    ready: &CudaEvent,
     range: Range<usize>,
-    /// The end of the GPU's copy.
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    assert!(range.start <= range.end && range.end <= source.len);
+    // A lane that is being used is nobody else's, so a panic leaves none that is half used.
+    let lane = take_lane(source.ordinal).map_err(cuda_error)?;
+    let outcome = match lane.stream.wait(ready) {
+        Ok(()) => read_on(&lane, source, range, sink),
+        Err(error) => Err(cuda_error(error).into()),
+    };
+    // After an error a copy to the buffers may still be under way. It must have ended before
+    // anybody else uses them; if the GPU has failed, nobody does.
+    let has_ended = outcome.is_ok() || lane.stream.synchronize().is_ok();
+    let mut idle = idle_lanes();
+    let lanes = idle.get_or_insert_default();
+    let lanes = lanes.entry(source.ordinal).or_default();
+    if has_ended && lanes.len() < KEPT_LANES {
+        lanes.push(lane);
+    }
+    outcome
+}
+
+/// A piece that the GPU is copying to a buffer of a lane.
+struct PieceInFlight {
+    buffer_index: usize,
+    len: usize,
     arrived: CudaEvent,
 }
 
-/// Copies `source` to `destination` through the buffers of `stage`, after the work on `stream`: as
-/// many bytes as the shorter of the two has.
-fn copy_in_pieces(
-    stage: &mut Stage,
-    stream: &CudaStream,
-    source: &CudaView<'_, u8>,
-    destination: &mut [u8],
-) -> Result<(), DriverError> {
-    let copied_bytes = destination.len().min(source.len());
-    // Wait for what `stream` still writes.
-    stage.stream.join(stream)?;
+/// Passes bytes to `sink` as [`read`] does, through the buffers of one lane. After an error a copy
+/// may still be under way.
+fn read_on<E: From<FlatError>>(
+    lane: &Lane,
+    source: &DeviceBytes,
+    range: Range<usize>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
     let mut in_flight: Option<PieceInFlight> = None;
-    for (piece_index, start) in (0..copied_bytes).step_by(PIECE_BYTES).enumerate() {
-        let range = start..copied_bytes.min(start + PIECE_BYTES);
-        let buffer = &mut stage.buffers[piece_index % 2].as_mut_slice()?[..range.len()];
-        // Nothing may touch the buffer before the event: only then has its piece arrived.
-        stage
-            .stream
-            .memcpy_dtoh(&source.slice(range.clone()), buffer)?;
+    for (index, start) in range.clone().step_by(PIECE_BYTES).enumerate() {
+        let len = PIECE_BYTES.min(range.end - start);
+        let buffer_index = index % 2;
+        // SAFETY: the caller holds the source. The piece that was in this buffer has arrived and
+        // has been passed on one turn ago.
+        unsafe {
+            let address = source.address + start as u64;
+            lane.buffers[buffer_index].begin_copy(0..len, address, &lane.stream)
+        }
+        .map_err(cuda_error)?;
+        let arrived = lane.stream.record_event(None).map_err(cuda_error)?;
         let piece = PieceInFlight {
-            buffer: piece_index % 2,
-            range,
-            arrived: stage.stream.record_event(None)?,
+            buffer_index,
+            len,
+            arrived,
         };
-        // While this piece is on its way, move the one before it out of the other buffer. So that
-        // buffer is free one turn before it is used again.
+        // While this piece is on its way, the one before it is used.
         if let Some(earlier) = in_flight.replace(piece) {
-            copy_to_destination(stage, earlier, destination)?;
+            pass_on(lane, &earlier, sink)?;
         }
     }
     match in_flight {
-        Some(last_piece) => copy_to_destination(stage, last_piece, destination),
+        Some(last_piece) => pass_on(lane, &last_piece, sink),
         None => Ok(()),
     }
 }
 
-/// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its
-/// range of `destination`.
-fn copy_to_destination(
-    stage: &Stage,
-    piece: PieceInFlight,
-    destination: &mut [u8],
-) -> Result<(), DriverError> {
-    piece.arrived.synchronize()?;
-    let len = piece.range.len();
-    destination[piece.range].copy_from_slice(&stage.buffers[piece.buffer].as_slice()?[..len]);
-    Ok(())
+/// Waits until the GPU has copied a piece, and passes it to `sink`.
+fn pass_on<E: From<FlatError>>(
+    lane: &Lane,
+    piece: &PieceInFlight,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    piece.arrived.synchronize().map_err(cuda_error)?;
+    // SAFETY: the only copy to this buffer has ended, and the next one begins after the sink.
+    sink(unsafe { lane.buffers[piece.buffer_index].bytes(0..piece.len) })
 }
