@@ -2,25 +2,38 @@
 //! is in flight. State that nobody changes before the next optimizer step is copied in the
 //! background too.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
+use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
-use fsdp_layout::Failure;
+use fsdp_flat::storage::{CopiesEnd, HostCopies, HostMemory};
+use fsdp_layout::{Failure, KeyPath, PathPart, PlainValue};
 use fsdp_state::{
-    DeferredCopies, LoadError as _, StateDict, StateError, copy_state_dict_deferring,
-    create_cpu_state_dict,
+    DeferredCopies, LoadError as _, StateDict, StateError, StateValue, copy_state_dict_deferring,
+    create_cpu_state_dict, get_element, iterate_state_dict,
 };
 use tracing::info_span;
 
 use crate::error::CheckpointError;
+use crate::local_state::{LocalState, is_step};
 use crate::progress::SaveProgress;
 use crate::save::SaveReport;
 use crate::save::{SaveRequest, Saver, with_storage_deadline};
 use crate::stateful::KeptUnchanged;
 
-/// The results of a background save: its buffers and its plan, to be used again, and its outcome.
-type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
+/// The results of a background save: its buffers and its plan, to be used again, its outcome, and
+/// the state.
+///
+/// Tensors on GPUs in the state are dropped by the thread that computes, as its work may still use
+/// them, and memory that another thread frees does not wait for that.
+type Finished = (
+    StateDict,
+    Saver,
+    Result<SaveReport, CheckpointError>,
+    StateDict,
+);
 
 /// The thread of a save; it returns `None` if it was sent no save.
 type SaveThread = JoinHandle<Option<Finished>>;
@@ -35,7 +48,10 @@ type SaveThread = JoinHandle<Option<Finished>>;
 pub(crate) struct BackgroundSaver {
     group: ProcessGroup,
     in_flight: Option<SaveThread>,
+    /// The memory of copies of values on the host.
     buffers: StateDict,
+    /// The memory of copies of values on GPUs.
+    host_memory: HostMemory,
     saver: Saver,
     progress: SaveProgress,
 }
@@ -45,25 +61,35 @@ struct BackgroundSave {
     group: ProcessGroup,
     request: SaveRequest,
     saver: Saver,
-    /// The copy of the state, without the values that are copied later.
-    staged: StateDict,
-    deferred_copies: DeferredCopies,
+    staged: Staged,
     guard: Option<KeptUnchanged>,
 }
 
+/// The copy of a state.
+struct Staged {
+    /// The values of the host, without those that are copied later.
+    buffers: StateDict,
+    deferred_copies: DeferredCopies,
+    /// The whole state: the copies of values of the host, and the tensors on GPUs themselves.
+    state: StateDict,
+    /// The copies of the tensors on GPUs, if there are any.
+    copies: Option<HostCopies>,
+}
+
 impl BackgroundSaver {
-    /// Makes a saver for the ranks of `group`. Collective: creates a separate process group for
-    /// saves.
+    /// Makes a saver for the ranks of `group`, which pins at most so many bytes of the host's
+    /// memory for copies from GPUs. Collective: creates a separate process group for saves.
     ///
     /// # Errors
     /// The errors of that collective.
-    pub(crate) fn new(group: &ProcessGroup) -> Result<Self, CheckpointError> {
+    pub(crate) fn new(group: &ProcessGroup, pinned_bytes: usize) -> Result<Self, CheckpointError> {
         let ranks: Vec<usize> = (0..group.world_size()).collect();
         let subgroup = group.subgroup(&ranks)?;
         Ok(BackgroundSaver {
             group: subgroup.expect("every rank is in the group of all ranks"),
             in_flight: None,
             buffers: StateDict::new(),
+            host_memory: HostMemory::new(pinned_bytes),
             saver: Saver::default(),
             progress: SaveProgress::default(),
         })
@@ -80,13 +106,16 @@ impl BackgroundSaver {
         state: Result<&StateDict, CheckpointError>,
     ) -> Result<SaveReport, CheckpointError> {
         self.progress = request.options.progress.clone();
-        self.saver.save(request, state, &self.group)
+        let local = state.and_then(|state| LocalState::new(state, None, self.progress.clone()));
+        self.saver.save(request, local, &self.group)
     }
 
     /// Starts a save of the values that the state has now. No save may be in flight. Returns when
-    /// everything has been copied that the guard does not keep unchanged. The rest is copied in the
-    /// background; then the guard is released. The copy takes as much memory as this rank's values.
-    /// Later saves of the same layout reuse that memory. Collective: one agreement.
+    /// everything in the host's memory has been copied that the guard does not keep unchanged. The
+    /// rest is copied in the background; then the guard is released. GPUs copy their memory by
+    /// themselves, beside other work, and nobody waits for that here. The copy takes as much memory
+    /// as this rank's values. Later saves of the same layout reuse that memory. Collective: one
+    /// agreement.
     ///
     /// # Errors
     /// The same on every rank, and no save is started: the error in `state`, values that cannot be
@@ -100,12 +129,19 @@ impl BackgroundSaver {
         let started = state.and_then(|(state, guard)| {
             let _span = info_span!("stage", rank = group.rank()).entered();
             let buffers = std::mem::take(&mut self.buffers);
-            let (staged, deferred_copies) = stage(&state, buffers, guard.as_ref())?;
-            Ok((staged, deferred_copies, guard, start_thread()?))
+            let staged = Staged::new(&state, buffers, guard.as_ref(), &self.host_memory)?;
+            let guard = match guard {
+                Some(guard) if staged.is_given_to_gpus() => {
+                    release(guard, staged.end()?);
+                    None
+                }
+                guard => guard,
+            };
+            Ok((staged, guard, start_thread()?))
         });
         // If one rank cannot copy its values, no rank may start the save: the others would wait for
         // it.
-        let (staged, deferred_copies, guard, (sender, thread)) =
+        let (staged, guard, (sender, thread)) =
             CheckpointError::agree(&group, &request.operation(), None, started)?;
         self.progress = request.options.progress.clone();
         // Until the save is planned, these are not the bytes of the one before.
@@ -115,7 +151,6 @@ impl BackgroundSaver {
             request,
             saver: std::mem::take(&mut self.saver),
             staged,
-            deferred_copies,
             guard,
         };
         sender.send(save).expect("the thread waits for its save");
@@ -153,7 +188,7 @@ impl BackgroundSaver {
                 },
             }
         })?;
-        let (buffers, saver, outcome) = finished.expect("the thread was sent a save");
+        let (buffers, saver, outcome, _state) = finished.expect("the thread was sent a save");
         self.buffers = buffers;
         self.saver = saver;
         outcome.map(Some)
@@ -180,16 +215,156 @@ impl BackgroundSave {
         // Copy the rest before anything else: training may be waiting for it.
         let copied = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
-            self.deferred_copies.finish()
+            self.staged.finish()
         };
-        let waited = self.guard.map(KeptUnchanged::release).unwrap_or_default();
-        let state = copied.map(|()| &self.staged).map_err(Into::into);
-        let mut outcome = self.saver.save(&self.request, state, &self.group);
+        let Staged {
+            buffers,
+            state,
+            copies,
+            ..
+        } = self.staged;
+        let mut waited = Duration::ZERO;
+        let local = match copied {
+            Ok(end) => {
+                if let Some(guard) = self.guard {
+                    waited = release(guard, end);
+                }
+                LocalState::new(&state, copies, self.request.options.progress.clone())
+            }
+            Err(error) => {
+                // Some copies may be under way, and nothing may change before they end.
+                drop(copies);
+                drop(self.guard);
+                Err(error.into())
+            }
+        };
+        let mut outcome = self.saver.save(&self.request, local, &self.group);
         if let Ok(report) = &mut outcome {
             report.waited = waited;
         }
-        (self.staged, self.saver, outcome)
+        (buffers, self.saver, outcome, state)
     }
+}
+
+/// Ends a guard of values that have been copied, or that GPUs copy until `end`. Returns for how
+/// long changes have waited.
+fn release(guard: KeptUnchanged, end: Option<Arc<CopiesEnd>>) -> Duration {
+    match end {
+        Some(end) => guard.release_after(&end),
+        None => guard.release(),
+    }
+}
+
+impl Staged {
+    /// Copies the values of `state`: those of the host into `buffers`, those of GPUs into
+    /// `host_memory`, on the GPUs' own time. Tensors that `guard` keeps unchanged are copied by
+    /// [`Self::finish`], unless GPUs can begin with them now.
+    ///
+    /// # Errors
+    /// Values that cannot be copied.
+    fn new(
+        state: &StateDict,
+        buffers: StateDict,
+        guard: Option<&KeptUnchanged>,
+        host_memory: &HostMemory,
+    ) -> Result<Staged, StateError> {
+        let mut at_once: Vec<Tensor> = Vec::new();
+        let mut kept: Vec<Tensor> = Vec::new();
+        // Only the values of the host have to be copied here. An empty value stands for others.
+        let mut on_gpus = StateDict::new();
+        let mut has_gpu_values = false;
+        let on_host = iterate_state_dict(state, |path, value| {
+            if !is_copied_by_gpu(path, value) {
+                return Ok(value.clone());
+            }
+            has_gpu_values = true;
+            Ok(PlainValue::None.into())
+        })?;
+        if has_gpu_values {
+            on_gpus = iterate_state_dict(state, |path, value| {
+                if !is_copied_by_gpu(path, value) {
+                    return Ok(value.clone());
+                }
+                let contiguous = contiguous(value)?;
+                let is_kept = matches!(value, StateValue::Sharded(_))
+                    && guard.is_some_and(|guard| guard.contains(path));
+                let tensors = contiguous.candle_tensors().into_iter().cloned();
+                if is_kept {
+                    kept.extend(tensors);
+                } else {
+                    at_once.extend(tensors);
+                }
+                Ok(contiguous)
+            })?;
+        }
+        let copies = HostCopies::begin(host_memory, &at_once, &kept)?;
+        let (buffers, deferred_copies) = stage_on_host(&on_host, buffers, guard)?;
+        let state = if has_gpu_values {
+            iterate_state_dict(&on_gpus, |path, value| {
+                Ok(match get_element(&buffers, path) {
+                    Some(copy) if !is_copied_by_gpu(path, value) => copy.clone(),
+                    _ => value.clone(),
+                })
+            })?
+        } else {
+            buffers.clone()
+        };
+        Ok(Staged {
+            buffers,
+            deferred_copies,
+            state,
+            copies,
+        })
+    }
+
+    /// Returns `true` if nothing is left for [`Self::finish`]: values of the host have been copied,
+    /// and GPUs have all that they are to copy.
+    fn is_given_to_gpus(&self) -> bool {
+        let copies = self.copies.as_ref();
+        self.deferred_copies.is_empty() && copies.is_some_and(HostCopies::is_queued)
+    }
+
+    /// Returns the end of the copies that GPUs make.
+    ///
+    /// # Errors
+    /// CUDA's.
+    fn end(&self) -> Result<Option<Arc<CopiesEnd>>, StateError> {
+        let end = self.copies.as_ref().map(HostCopies::end).transpose()?;
+        Ok(end.map(Arc::new))
+    }
+
+    /// Makes the copies that were left, and returns the end of those that GPUs are still making.
+    ///
+    /// # Errors
+    /// Values that cannot be copied.
+    fn finish(&mut self) -> Result<Option<Arc<CopiesEnd>>, StateError> {
+        if let Some(copies) = &mut self.copies {
+            copies.queue()?;
+        }
+        std::mem::take(&mut self.deferred_copies).finish()?;
+        self.end()
+    }
+}
+
+/// Returns `true` for a tensor on a GPU that is copied by the GPU. Numbers of steps are not, because
+/// they are compared before anything is written; nor are tensors in lists, which may be saved as one
+/// object.
+fn is_copied_by_gpu(path: &KeyPath, value: &StateValue) -> bool {
+    let has_own_key = path.0.iter().all(|part| matches!(part, PathPart::Key(_)));
+    let tensors = value.candle_tensors();
+    has_own_key
+        && !is_step(path)
+        && !tensors.is_empty()
+        && tensors.iter().all(|tensor| tensor.device().is_cuda())
+}
+
+/// Returns the value with tensors that are contiguous.
+fn contiguous(value: &StateValue) -> Result<StateValue, StateError> {
+    Ok(match value {
+        StateValue::Tensor(tensor) => tensor.contiguous()?.into(),
+        StateValue::Sharded(tensor) => tensor.map(|part| Ok(part.contiguous()?))?.into(),
+        other => other.clone(),
+    })
 }
 
 /// Starts a thread that carries out the save that it is sent. If it is sent none, it ends.
@@ -208,7 +383,7 @@ fn start_thread() -> Result<(mpsc::Sender<BackgroundSave>, SaveThread), StateErr
 /// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the
 /// layout has changed. Tensors that `guard` keeps unchanged are not copied here, but in the
 /// background.
-fn stage(
+fn stage_on_host(
     state: &StateDict,
     mut buffers: StateDict,
     guard: Option<&KeptUnchanged>,

@@ -97,6 +97,11 @@ pub struct CheckpointerOptions {
     /// directory on each host whose files outlive the process, usually on a tmpfs. Several runs may
     /// share it.
     pub memory_tier: Option<Location>,
+    /// The most bytes of the host's memory that are pinned on this rank for copies of state on
+    /// GPUs, which saves in the background make; `None` for as many as the state has. They stay
+    /// pinned until the checkpointer is dropped. State that finds no room there is copied more
+    /// slowly, to other memory.
+    pub pinned_bytes: Option<usize>,
 }
 
 /// The checkpoints of a run: saves them, also in the background, loads them, and removes old ones.
@@ -169,11 +174,12 @@ impl Checkpointer {
             .memory_tier
             .clone()
             .map(|directory| MemoryTier::new(directory, run.clone(), group.clone()));
+        let pinned_bytes = options.pinned_bytes.unwrap_or(usize::MAX);
         Ok(Checkpointer {
             run,
             group: group.clone(),
             options,
-            saver: BackgroundSaver::new(group)?,
+            saver: BackgroundSaver::new(group, pinned_bytes)?,
             durable: Durable::new(),
             memory_tier,
             pruning: None,

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use fsdp_digest::Digest;
-use fsdp_flat::RawTensor;
-use fsdp_flat::storage::{HostBytes, to_device};
+use fsdp_flat::storage::{GpuReader, HostBytes, HostCopies};
+use fsdp_flat::{FlatError, RawTensor};
 use fsdp_formats::FileError;
 use fsdp_formats::limits::MAX_OBJECT_BYTES;
 use fsdp_formats::plan::LocalPlan;
@@ -28,7 +28,15 @@ pub(crate) struct LocalState {
     values: IndexMap<String, PlainValue>,
     /// The numbers of steps in the state of optimizers, which are tensors.
     steps: Vec<(String, Digest)>,
+    gpu_source: Option<GpuSource>,
     pub(crate) progress: SaveProgress,
+}
+
+/// The place from which elements of tensors on GPUs are read.
+enum GpuSource {
+    Copies(HostCopies),
+    /// The GPUs themselves.
+    Live(GpuReader),
 }
 
 /// The elements of one box.
@@ -38,12 +46,15 @@ enum Payload {
 }
 
 impl LocalState {
-    /// Flattens a state dict.
+    /// Flattens a state dict. The elements of tensors on GPUs are read when they are asked for: from
+    /// `copies` if there are some, else from the GPU, after the work that this thread has given to
+    /// it.
     ///
     /// # Errors
     /// Values that a checkpoint cannot hold, and tensors that cannot be read.
     pub(crate) fn new(
         state: &StateDict,
+        copies: Option<HostCopies>,
         progress: SaveProgress,
     ) -> Result<LocalState, CheckpointError> {
         let FlatStateDict { values, mut paths } = flatten_state_dict(state)?;
@@ -52,6 +63,7 @@ impl LocalState {
             tensors: IndexMap::new(),
             values: IndexMap::new(),
             steps: Vec::new(),
+            gpu_source: copies.map(GpuSource::Copies),
             progress,
         };
         for (fqn, value) in values {
@@ -68,7 +80,7 @@ impl LocalState {
                     let dtype = fsdp_flat::dtype::file_dtype(tensor.dtype())?;
                     plan.add_whole_tensor(&fqn, path, dtype, tensor.dims().to_vec());
                     let whole = TensorBox::whole(tensor.dims());
-                    vec![(whole, Payload::Tensor(on_host(&tensor)?))]
+                    vec![(whole, Payload::Tensor(tensor.contiguous()?))]
                 }
                 StateValue::Sharded(tensor) => {
                     let dtype = tensor.file_dtype()?;
@@ -76,7 +88,7 @@ impl LocalState {
                     plan.add_tensor(&fqn, path, dtype, shape, tensor.boxes());
                     let mut boxes = Vec::with_capacity(tensor.shards().len());
                     for shard in tensor.shards() {
-                        let payload = Payload::Tensor(on_host(&shard.tensor)?);
+                        let payload = Payload::Tensor(shard.tensor.contiguous()?);
                         boxes.push((shard.bounds.clone(), payload));
                     }
                     boxes
@@ -93,6 +105,16 @@ impl LocalState {
                 }
             };
             local.tensors.insert(fqn, boxes);
+        }
+        if local.gpu_source.is_none() {
+            let boxes = local.tensors.values().flatten();
+            let on_gpus: Vec<Tensor> = boxes
+                .filter_map(|(_, payload)| match payload {
+                    Payload::Tensor(tensor) if tensor.device().is_cuda() => Some(tensor.clone()),
+                    _ => None,
+                })
+                .collect();
+            local.gpu_source = GpuReader::begin(&on_gpus)?.map(GpuSource::Live);
         }
         Ok(local)
     }
@@ -113,7 +135,7 @@ impl LocalState {
 
 /// Returns `true` for the path of a number of steps in the state of an optimizer: `optim`, `state`,
 /// a parameter and `step`.
-fn is_step(path: &KeyPath) -> bool {
+pub(crate) fn is_step(path: &KeyPath) -> bool {
     let is_key = |part: &PathPart, key: &str| matches!(part, PathPart::Key(found) if found == key);
     match path.0.as_slice() {
         [.., state, _, step] => is_key(state, "state") && is_key(step, "step"),
@@ -146,10 +168,62 @@ fn unsavable(fqn: &str, problem: impl fmt::Display) -> CheckpointError {
     }
 }
 
-/// Returns the tensor in contiguous host memory, where the writer's threads can read it several
-/// times without a copy. Only tensors on a GPU, and those that are not contiguous, are copied.
-fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
-    Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
+/// An error of passing on the elements of a tensor.
+enum PassError {
+    /// They cannot be read.
+    Source(FlatError),
+    /// Whoever got them has failed.
+    Sink(FileError),
+}
+
+impl From<FlatError> for PassError {
+    fn from(error: FlatError) -> Self {
+        PassError::Source(error)
+    }
+}
+
+impl PassError {
+    /// Returns the error of a save of the value `fqn`.
+    fn of_value(self, fqn: &str) -> FileError {
+        match self {
+            PassError::Source(FlatError::Freed { .. } | FlatError::NotContiguous { .. }) => {
+                FileError::not_stored(fqn)
+            }
+            PassError::Source(source) => FileError::Payload {
+                fqn: fqn.to_owned(),
+                source: Box::new(source),
+            },
+            PassError::Sink(error) => error,
+        }
+    }
+}
+
+impl LocalState {
+    /// Passes bytes of a tensor to `sink`, in order and in pieces.
+    fn pass_on(
+        &self,
+        tensor: &Tensor,
+        range: Range<usize>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), PassError> {
+        let missing = || FlatError::Freed {
+            shape: tensor.dims().to_vec(),
+        };
+        let mut sink = |piece: &[u8]| sink(piece).map_err(PassError::Sink);
+        match &self.gpu_source {
+            Some(GpuSource::Copies(copies)) if tensor.device().is_cuda() => {
+                let was_copied = copies.read(tensor, range, &mut sink)?;
+                was_copied.then_some(()).ok_or_else(|| missing().into())
+            }
+            Some(GpuSource::Live(reader)) if tensor.device().is_cuda() => {
+                reader.read(tensor, range, &mut sink)
+            }
+            _ => {
+                let bytes = HostBytes::read(tensor)?;
+                sink(bytes.get(range).ok_or_else(missing)?)
+            }
+        }
+    }
 }
 
 impl PayloadSource for LocalState {
@@ -178,16 +252,16 @@ impl PayloadSource for LocalState {
             .get(fqn)
             .and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
         let (_, payload) = held.ok_or_else(|| FileError::not_stored(fqn))?;
-        let host_bytes;
-        let bytes = match payload {
-            Payload::Raw(tensor) => tensor.bytes(),
-            Payload::Tensor(tensor) => {
-                host_bytes = HostBytes::read(tensor).map_err(|_| FileError::not_stored(fqn))?;
-                &*host_bytes
+        let range = range.start as usize..range.end as usize;
+        match payload {
+            Payload::Raw(tensor) => {
+                let found = tensor.bytes().get(range);
+                sink(found.ok_or_else(|| FileError::not_stored(fqn))?)
             }
-        };
-        let found = bytes.get(range.start as usize..range.end as usize);
-        sink(found.ok_or_else(|| FileError::not_stored(fqn))?)
+            Payload::Tensor(tensor) => self
+                .pass_on(tensor, range, sink)
+                .map_err(|error| error.of_value(fqn)),
+        }
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {

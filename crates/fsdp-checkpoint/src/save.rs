@@ -102,7 +102,8 @@ pub fn save(
         left_step: None,
         parent: None,
     };
-    Saver::default().save(&request, Ok(state), group)
+    let local = LocalState::new(state, None, options.progress.clone());
+    Saver::default().save(&request, local, group)
 }
 
 /// A save to one place: its options, and what only a [`Checkpointer`](crate::Checkpointer) adds to
@@ -252,14 +253,14 @@ impl Saver {
     /// Saves like [`save`]. The first call plans which rank writes what. A later call plans again
     /// only if some rank's layout (keys, shapes, dtypes, boxes) has changed since the last one.
     ///
-    /// `state` is an error if this rank has no state to save. Every rank gets it then.
+    /// `local` is an error if this rank has no state to save. Every rank gets it then.
     ///
     /// # Errors
     /// The errors of [`save`].
     pub(crate) fn save(
         &mut self,
         request: &SaveRequest,
-        state: Result<&StateDict, CheckpointError>,
+        local: Result<LocalState, CheckpointError>,
         group: &ProcessGroup,
     ) -> Result<SaveReport, CheckpointError> {
         let start = Instant::now();
@@ -270,7 +271,6 @@ impl Saver {
 
         // Step 1: plan which rank writes what, or take the plan of the last save if no rank's
         // layout has changed.
-        let local = state.and_then(|state| LocalState::new(state, options.progress.clone()));
         let planned = self
             .plans
             .plan(group, &request.operation(), options.deduplicate, local)?;

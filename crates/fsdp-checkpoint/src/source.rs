@@ -310,9 +310,15 @@ impl<'a> Reading<'a> {
         lend: &mut dyn Lend,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let mut outcome: Result<(), CheckpointError> = Ok(());
+        // Replicas that read together must have the same windows.
+        let window_bytes = match self.source.replicas {
+            Some(_) => WINDOW_BYTES,
+            None => lend.window_bytes(),
+        };
         let mut window_start = 0;
         while window_start < wanted.len() {
-            let indices = window_start..window_start + window_tensor_count(&wanted[window_start..]);
+            let indices = window_start
+                ..window_start + window_tensor_count(&wanted[window_start..], window_bytes);
             let window = &wanted[indices.clone()];
             // Ask for the memory of a window of tensors, fill all of it, and give it back in the
             // same order. A rank that has failed asks for none, and only takes part in the
@@ -572,14 +578,14 @@ impl Source for CheckpointSource<'_> {
 }
 
 /// Returns how many of the wanted tensors to read at once: at least one.
-fn window_tensor_count(wanted: &[Wanted]) -> usize {
+fn window_tensor_count(wanted: &[Wanted], window_bytes: usize) -> usize {
     let mut bytes: usize = 0;
     for (index, tensor) in wanted.iter().enumerate() {
         let elements: usize = tensor.boxes.iter().map(TensorBox::numel).sum();
         bytes =
             bytes.saturating_add(elements.saturating_mul(tensor.dtype.size_in_bytes() as usize));
         // A tensor that is larger than the window is read by itself.
-        if index > 0 && bytes > WINDOW_BYTES {
+        if index > 0 && bytes > window_bytes {
             return index;
         }
     }

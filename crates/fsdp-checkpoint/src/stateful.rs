@@ -1,9 +1,11 @@
 //! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough
 //! for most runs.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::CopiesEnd;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_nn::state::{
@@ -127,6 +129,14 @@ impl KeptUnchanged {
     /// Ends the guards, and returns for how long changes have waited so far.
     pub(crate) fn release(self) -> Duration {
         self.guards.into_iter().map(Unchanged::release).sum()
+    }
+
+    /// Ends the guards like [`Self::release`] when GPUs have been given all copies of the values.
+    pub(crate) fn release_after(self, end: &Arc<CopiesEnd>) -> Duration {
+        let guards = self.guards.into_iter();
+        guards
+            .map(|guard| guard.release_after(Arc::clone(end)))
+            .sum()
     }
 }
 

@@ -180,6 +180,12 @@ pub fn copy_state_dict_deferring(
 pub struct DeferredCopies(Vec<(ShardedTensor, ShardedTensor)>);
 
 impl DeferredCopies {
+    /// Returns `true` if nothing was left for later.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Makes the copies. No communication.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 //! [`Lend`].
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{self, StorageGuard, is_released};
+use fsdp_flat::storage::{self, StorageGuard, Upload, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
@@ -17,6 +17,8 @@ pub enum Memory {
     Tensors(ShardedTensor),
     /// Fresh candle tensors that take no memory yet, one for each box.
     Unfilled(ShardedTensor),
+    /// Memory of the host for live tensors on a GPU, one for each box.
+    Uploads(Vec<Upload>),
     /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become
     /// a [`RawTensor`].
     Raw {
@@ -119,7 +121,7 @@ impl Memory {
                 .iter()
                 .map(|shard| shard.tensor.clone())
                 .collect(),
-            Memory::Raw { .. } => Vec::new(),
+            Memory::Raw { .. } | Memory::Uploads(_) => Vec::new(),
         }
     }
 
@@ -140,6 +142,9 @@ impl Memory {
                 storage::to_device(&tensor.to_whole()?, device)?.into()
             }
             Memory::Tensors(tensor) | Memory::Unfilled(tensor) => tensor.to_device(device)?.into(),
+            Memory::Uploads(_) => {
+                unreachable!("what was filled for a GPU goes back to the live tensors")
+            }
         })
     }
 
@@ -150,6 +155,27 @@ impl Memory {
             (Memory::Tensors(tensor), Some(value)) => tensor.is_same_view(&value),
             _ => false,
         }
+    }
+
+    /// Returns host memory from which these live tensors are filled without a further copy, if they
+    /// are contiguous, on a GPU, and of `dtype`, the dtype of the values that come; else `None`.
+    ///
+    /// # Errors
+    /// Tensors that are released; no memory; CUDA's.
+    pub(crate) fn uploads(&self, dtype: DType) -> Result<Option<Self>, StateError> {
+        let Memory::Tensors(tensor) = self else {
+            return Ok(None);
+        };
+        let mut tensors = tensor.shards().iter().map(|shard| &shard.tensor);
+        let is_on_gpu = tensors.all(|part| part.device().is_cuda() && part.is_contiguous());
+        if !is_on_gpu || tensor.shards().is_empty() || tensor.file_dtype()? != dtype {
+            return Ok(None);
+        }
+        let mut uploads = Vec::with_capacity(tensor.shards().len());
+        for shard in tensor.shards() {
+            uploads.push(Upload::begin(&shard.tensor)?);
+        }
+        Ok(Some(Memory::Uploads(uploads)))
     }
 
     /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of
@@ -251,6 +277,9 @@ pub fn lent_bytes<'a>(
     for memory in memories {
         lent.push(match memory {
             Some(Memory::Raw { bytes, .. }) => Some(vec![bytes.as_mut_slice()]),
+            Some(Memory::Uploads(uploads)) => {
+                Some(uploads.iter_mut().map(Upload::bytes_mut).collect())
+            }
             Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
                 // The guard has `None` for a tensor whose elements it has lent already.
                 let boxes: Option<Vec<&mut [u8]>> =
@@ -265,11 +294,23 @@ pub fn lent_bytes<'a>(
     Ok(lent)
 }
 
+/// The bytes of memory that are filled together on the host.
+pub(crate) const WINDOW_BYTES: usize = 512 << 20;
+
+/// The bytes of memory that are filled together for a GPU. While they go there, as many are filled.
+pub(crate) const GPU_WINDOW_BYTES: usize = 128 << 20;
+
 /// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.
 ///
 /// A source always gets CPU memory of the source's own dtype. Casts, and copies to devices, are
 /// done when the memory is given back.
 pub trait Lend {
+    /// Returns the most bytes of memory that a source should ask for before it gives some back,
+    /// unless one tensor has more.
+    fn window_bytes(&self) -> usize {
+        WINDOW_BYTES
+    }
+
     /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors
     /// are not locked.
     ///

@@ -1,7 +1,9 @@
 //! Memory of tensors: copies into new memory, copies in place, and tensors made from bytes.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device};
+use fsdp_flat::storage::{
+    HostBytes, HostBytesMut, copy_to_gpu, owned_copy, share_storage, to_device,
+};
 use fsdp_flat::{FlatError, RawTensor, ShardedTensor, dtype, non_temporal_copy};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
@@ -36,6 +38,12 @@ pub(crate) fn device_of(value: &StateValue) -> Device {
 /// # Errors
 /// [`FlatError::NotContiguous`]; released memory; candle's errors.
 pub(crate) fn copy_into(source: &Tensor, target: &Tensor) -> Result<(), StateError> {
+    if target.is_contiguous()
+        && source.device().is_cpu()
+        && copy_to_gpu(&source.detach().contiguous()?, target)?
+    {
+        return Ok(());
+    }
     let on_device = to_device(&source.detach(), target.device())?;
     // If both share a storage, copy `source` first: this thread cannot hold the read lock and the
     // write lock of one storage.

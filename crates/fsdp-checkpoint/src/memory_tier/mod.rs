@@ -142,7 +142,7 @@ impl MemoryTier {
         // it holds, but this plan finds what no checkpoint could hold. Ranks must agree on the
         // operation, so its name has the step: parts of different steps must not be joined.
         let operation = format!("save step {step} to memory");
-        let local = state.and_then(|state| LocalState::new(&state, SaveProgress::default()));
+        let local = state.and_then(|state| LocalState::new(&state, None, SaveProgress::default()));
         let Planned { local, .. } =
             self.plans
                 .plan(&group, &operation, options.deduplicate, local)?;

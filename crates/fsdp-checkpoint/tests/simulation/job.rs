@@ -143,6 +143,7 @@ impl Shared {
                 ..LoadOptions::default()
             },
             memory_tier: None,
+            pinned_bytes: None,
         };
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;
         let mut random = StdRng::seed_from_u64(job.seed);

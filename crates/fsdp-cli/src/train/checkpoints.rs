@@ -112,6 +112,7 @@ fn make_checkpointer(
             ..LoadOptions::default()
         },
         memory_tier: arguments.memory_tier.as_ref().map(Location::from),
+        pinned_bytes: None,
     };
     Ok(Checkpointer::new(
         arguments.checkpoint_location(),

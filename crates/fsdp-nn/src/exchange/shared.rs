@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::unchanged::{Readers, Unchanged};
 use super::unit::UnitExchange;
-use crate::error::NnError;
+use crate::error::{NnError, Result};
 use crate::guards::OnDrop;
 
 /// The state that all units of one model share.
@@ -220,7 +220,10 @@ impl Values {
     }
 
     /// Waits until nobody keeps the values unchanged. Call it before any value changes.
-    pub(crate) fn wait_for_readers(&self) {
-        self.readers.wait();
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub(crate) fn wait_for_readers(&self) -> Result<()> {
+        self.readers.wait()
     }
 }

@@ -1,10 +1,12 @@
 //! Values that stay as they are while they are being read, such as by a save in the background.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use fsdp_flat::storage::CopiesEnd;
 use tracing::info_span;
 
+use crate::error::Result;
 use crate::guards::lock;
 
 /// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged).
@@ -28,6 +30,17 @@ impl Unchanged {
     pub fn release(self) -> Duration {
         let waiting_since = lock(&self.readers.state).waiting_since;
         waiting_since.map_or(Duration::ZERO, |start| start.elapsed())
+    }
+
+    /// Ends the guard like [`Self::release`] when all copies of the values have been given to the
+    /// GPUs. Changes do not wait on the host any more: the next one makes the GPUs wait for the end
+    /// of the copies first.
+    pub fn release_after(self, end: Arc<CopiesEnd>) -> Duration {
+        let mut state = lock(&self.readers.state);
+        state.copies.retain(|copies| !copies.has_come());
+        state.copies.push(end);
+        drop(state);
+        self.release()
     }
 }
 
@@ -55,23 +68,33 @@ pub(super) struct Readers {
 struct ReadersState {
     /// The number of readers.
     readers: usize,
+    /// The copies that GPUs may still be making, of values that they must not change before.
+    copies: Vec<Arc<CopiesEnd>>,
     /// The time at which the first change began to wait for these readers.
     waiting_since: Option<Instant>,
 }
 
 impl Readers {
-    /// Waits until nobody reads. Called before any value changes.
-    pub(super) fn wait(&self) {
+    /// Waits until nobody reads, and makes the GPUs wait for the copies that they are making.
+    /// Called before any value changes.
+    ///
+    /// # Errors
+    /// CUDA's: then no value may change.
+    pub(super) fn wait(&self) -> Result<()> {
         let mut state = lock(&self.state);
-        if state.readers == 0 {
-            return;
+        if state.readers > 0 {
+            // Show in a trace for how long training stood still.
+            let _span = info_span!("wait for a copy of the state").entered();
+            state.waiting_since.get_or_insert_with(Instant::now);
+            state = self
+                .readers_ended
+                .wait_while(state, |state| state.readers > 0)
+                .unwrap_or_else(PoisonError::into_inner);
         }
-        // Show in a trace for how long training stood still.
-        let _span = info_span!("wait for a copy of the state").entered();
-        state.waiting_since.get_or_insert_with(Instant::now);
-        drop(
-            self.readers_ended
-                .wait_while(state, |state| state.readers > 0),
-        );
+        for copies in state.copies.iter().filter(|copies| !copies.has_come()) {
+            copies.order_before_changes()?;
+        }
+        state.copies.clear();
+        Ok(())
     }
 }

@@ -395,7 +395,7 @@ impl ShardedParameters {
     pub fn lend(&self) -> Result<()> {
         // A gathered copy would not follow what is written from now on.
         self.reshard()?;
-        self.wait_for_readers();
+        self.wait_for_readers()?;
         self.shared.values.lend();
         Ok(())
     }
@@ -415,8 +415,11 @@ impl ShardedParameters {
     }
 
     /// Waits until nobody [keeps the values unchanged](Self::keep_unchanged).
-    pub(crate) fn wait_for_readers(&self) {
-        self.shared.values.wait_for_readers();
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub(crate) fn wait_for_readers(&self) -> Result<()> {
+        self.shared.values.wait_for_readers()
     }
 
     /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.

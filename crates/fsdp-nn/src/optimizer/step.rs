@@ -88,7 +88,7 @@ impl Optimizer {
         // gradient.
         self.parameters.reshard()?;
         // A save in the background may still be copying the shards and the state.
-        self.parameters.wait_for_readers();
+        self.parameters.wait_for_readers()?;
         // Step 2: update the groups that need no other rank. The first error is kept: the groups of
         // step 3 communicate, and tell it to the other ranks.
         let mut outcome = Ok(());

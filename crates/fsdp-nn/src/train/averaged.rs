@@ -113,7 +113,7 @@ impl AveragedModel {
     /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
     pub fn restart(&mut self) -> Result<()> {
         self.parameters.check_not_swapped()?;
-        self.parameters.wait_for_readers();
+        self.parameters.wait_for_readers()?;
         for (fqn, average) in &self.average {
             let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
                 continue;
@@ -137,7 +137,7 @@ impl AveragedModel {
     /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
     pub fn update(&mut self) -> Result<()> {
         self.parameters.check_not_swapped()?;
-        self.parameters.wait_for_readers();
+        self.parameters.wait_for_readers()?;
         let weight = if self.n_averaged == 0 {
             1.0
         } else {
@@ -169,7 +169,7 @@ impl AveragedModel {
             return Err(NnError::Swapped);
         }
         self.parameters.reshard()?;
-        self.parameters.wait_for_readers();
+        self.parameters.wait_for_readers()?;
         for (fqn, average) in &self.average {
             self.parameters.begin_change(fqn)?;
             let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
@@ -305,7 +305,7 @@ impl AveragedModel {
             check_values(fqn, values, target)?;
         }
         self.check_tied(state, &chosen)?;
-        self.parameters.wait_for_readers();
+        self.parameters.wait_for_readers()?;
         for (_, target, values) in &param_values {
             write_boxes(values, target)?;
         }

@@ -457,7 +457,7 @@ impl FlatParamHandle {
     /// copy of the old values, and makes the backward of a forward that used them an error. No
     /// communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
-        self.shared.values.wait_for_readers();
+        self.shared.values.wait_for_readers()?;
         let mut state = self.state();
         self.check_unused(&state)?;
         self.discard_prefetched()?;

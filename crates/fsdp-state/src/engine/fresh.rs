@@ -214,6 +214,11 @@ impl Target for DictTarget<'_> {
         Ok(plan)
     }
 
+    fn is_on_gpu(&self) -> bool {
+        let mut tensors = self.values.iter().flat_map(|value| value.candle_tensors());
+        self.is_in_place && tensors.any(|tensor| tensor.device().is_cuda())
+    }
+
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
         let value = self.values[wanted.place];
         if self.is_in_place {

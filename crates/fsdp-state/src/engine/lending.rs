@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, HashMap};
 
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::storage_id;
+use fsdp_flat::storage::{Upload, storage_id};
 
 use super::target::{Target, Wanted};
 use crate::error::StateError;
-use crate::lend::{Lend, Memory};
+use crate::lend::{GPU_WINDOW_BYTES, Lend, Memory, WINDOW_BYTES};
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly,
 /// the source gets temporary memory, and the values are copied afterwards. That is so if
@@ -78,20 +78,13 @@ impl<'a, T: Target> Lending<'a, T> {
         None
     }
 
-    /// Returns `true` if the new values of a tensor are kept until all are there.
-    fn is_kept_back(&self, wanted_index: usize) -> bool {
-        self.is_staged && self.target.lends_live(&self.wanted[wanted_index])
-    }
-}
-
-impl<T: Target> Lend for Lending<'_, T> {
-    fn lend(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_unfilled(wanted_index)?
-            .map(Memory::allocate)
-            .transpose()
-    }
-
-    fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+    /// Returns memory for the wanted boxes of one tensor, as [`Lend::lend_unfilled`] does. With
+    /// `may_upload`, memory for tensors on a GPU may be of the kind that goes there by itself.
+    fn lend_memory(
+        &mut self,
+        wanted_index: usize,
+        may_upload: bool,
+    ) -> Result<Option<Memory>, StateError> {
         let Wanted {
             dtype,
             target_dtype,
@@ -113,13 +106,45 @@ impl<T: Target> Lend for Lending<'_, T> {
         if dtype != target_dtype {
             memory = memory.allocate()?;
         }
-        let Some(temporary) =
-            memory.temporary(dtype, is_shared || self.is_kept_back(wanted_index))?
-        else {
+        let is_kept_back = self.is_kept_back(wanted_index);
+        if may_upload
+            && !is_shared
+            && !is_kept_back
+            && let Some(uploads) = memory.uploads(dtype)?
+        {
+            self.replaced_memory.insert(wanted_index, memory);
+            return Ok(Some(uploads));
+        }
+        let Some(temporary) = memory.temporary(dtype, is_shared || is_kept_back)? else {
             return Ok(Some(memory));
         };
         self.replaced_memory.insert(wanted_index, memory);
         Ok(Some(Memory::Tensors(temporary)))
+    }
+
+    /// Returns `true` if the new values of a tensor are kept until all are there.
+    fn is_kept_back(&self, wanted_index: usize) -> bool {
+        self.is_staged && self.target.lends_live(&self.wanted[wanted_index])
+    }
+}
+
+impl<T: Target> Lend for Lending<'_, T> {
+    fn window_bytes(&self) -> usize {
+        if self.target.is_on_gpu() {
+            GPU_WINDOW_BYTES
+        } else {
+            WINDOW_BYTES
+        }
+    }
+
+    fn lend(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_memory(wanted_index, true)?
+            .map(Memory::allocate)
+            .transpose()
+    }
+
+    fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_memory(wanted_index, false)
     }
 
     fn filled(&mut self, wanted_index: usize, memory: Memory) -> Result<(), StateError> {
@@ -127,8 +152,16 @@ impl<T: Target> Lend for Lending<'_, T> {
             // This is the target's memory itself.
             return self.target.filled(&self.wanted[wanted_index], memory);
         };
-        let Memory::Tensors(values) = memory else {
-            unreachable!("temporary memory is made of tensors");
+        let values = match memory {
+            Memory::Tensors(values) => values,
+            Memory::Uploads(uploads) => {
+                // The GPU copies them while others are read. The load waits for that at its end.
+                uploads.into_iter().try_for_each(Upload::finish)?;
+                return self
+                    .target
+                    .filled(&self.wanted[wanted_index], target_memory);
+            }
+            _ => unreachable!("temporary memory is made of tensors, or goes to a GPU"),
         };
         if self.is_kept_back(wanted_index) {
             // All new values must be there before the first one takes effect.

@@ -6,7 +6,7 @@ use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::storage_id;
+use fsdp_flat::storage::{finish_uploads, storage_id};
 use fsdp_layout::Failure;
 use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
@@ -133,6 +133,8 @@ where
         outcome => outcome,
     };
     let staged = lending.into_staged();
+    // What GPUs have been given to copy must be in its place. A copy that fails is an error here.
+    outcome = outcome.and_then(|()| Ok(finish_uploads().map_err(StateError::from)?));
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }

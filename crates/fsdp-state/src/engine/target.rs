@@ -57,6 +57,11 @@ pub trait Target {
         false
     }
 
+    /// Returns `true` if most of the target's memory is on a GPU.
+    fn is_on_gpu(&self) -> bool {
+        false
+    }
+
     /// Returns `true` if the memory that a wanted tensor goes to is live. A staged load fills live
     /// memory only when all new values are there; it fills other memory at once.
     fn lends_live(&self, wanted: &Wanted) -> bool {

@@ -112,7 +112,7 @@ impl<'a> LiveTarget<'a> {
             .iter()
             .try_for_each(|optimizer| optimizer.check_belongs_to(parameters))?;
         // A load writes into the live tensors.
-        parameters.wait_for_readers();
+        parameters.wait_for_readers()?;
         Ok(LiveTarget {
             parameters,
             optimizers,
@@ -465,6 +465,11 @@ impl Target for LiveTarget<'_> {
             (is_value, wanted.position)
         });
         Ok(plan)
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        let mut handles = self.parameters.handles.iter();
+        handles.any(|handle| handle.shard_device().is_cuda())
     }
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
