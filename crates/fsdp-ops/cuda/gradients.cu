@@ -93,3 +93,17 @@ KERNEL(finish_statistics, const Statistics* partials, int64_t parts, Statistics*
     own = of_block(own);
     if (threadIdx.x == 0) *total = own;
 }
+
+/// Decides what a step does with gradients of these statistics: their norm, without the loss scale
+/// that `unscale` removes, is clipped to `max_norm`. The norm is the square root of the sum of
+/// squares or, with `by_largest`, the largest magnitude.
+KERNEL(clip, const Statistics* total, Clipping* clipping, int by_largest, double max_norm,
+       double unscale) {
+    // A sum of squares is not finite if a gradient is not; a NaN may be lost in a magnitude.
+    double norm = by_largest && !isnan(total->squares) ? total->largest : sqrt(total->squares);
+    norm *= unscale;
+    double factor = max_norm / (norm + 1e-6);
+    clipping->norm = norm;
+    clipping->factor = float((factor < 1 ? factor : 1) * unscale);
+    clipping->skip = !isfinite(total->squares);
+}

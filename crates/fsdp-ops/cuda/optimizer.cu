@@ -2,8 +2,9 @@
 // many parameters.
 //
 // The tensors of a piece are the parameter, its gradient, and its state. All have one type; half
-// types are computed in f32 and rounded once a step. `factor` multiplies gradients first: that of
-// clipping, and 1 over a loss scale.
+// types are computed in f32 and rounded once a step. Gradients are multiplied first: by the factor
+// of `clipping`, or by `factor` if `clipping` is null. If `clipping` says to skip the step, nothing
+// is changed.
 //
 // Launch: over pieces.
 #include "pieces.cuh"
@@ -16,8 +17,8 @@ DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 struct Gradient {
     float factor, penalty;
 
-    DEVICE_MEMBER Gradient(double factor, int maximize, double weight_decay)
-        : factor(maximize ? float(-factor) : float(factor)), penalty(float(weight_decay)) {}
+    DEVICE_MEMBER Gradient(float factor, int maximize, double weight_decay)
+        : factor(maximize ? -factor : factor), penalty(float(weight_decay)) {}
 
     DEVICE_MEMBER float operator()(float grad, float param) const {
         float scaled = product(grad, factor);
@@ -36,7 +37,7 @@ DEVICE float lerp(float start, float end, float weight) {
 /// averages of squares so far. `step_size` is lr / (1 - beta1^step), and `correction` is
 /// sqrt(1 - beta2^step).
 template <class T>
-DEVICE void adam(const Pieces& pieces, double factor, int maximize, double weight_decay,
+DEVICE void adam(const Pieces& pieces, float factor, int maximize, double weight_decay,
                  double keep, double beta1, double beta2, double eps, double step_size,
                  double correction) {
     Chunk chunk = chunk_of_block(pieces);
@@ -76,7 +77,7 @@ DEVICE void adam(const Pieces& pieces, double factor, int maximize, double weigh
 
 /// SGD. The state is the momentum, if there is one; `first` is not 0 if it has no values yet.
 template <class T>
-DEVICE void sgd(const Pieces& pieces, double factor, int maximize, double weight_decay, double lr,
+DEVICE void sgd(const Pieces& pieces, float factor, int maximize, double weight_decay, double lr,
                 double momentum, double dampening, int nesterov, int first) {
     Chunk chunk = chunk_of_block(pieces);
     T* params = pieces.tensor<T>(0, chunk.piece);
@@ -103,7 +104,7 @@ DEVICE void sgd(const Pieces& pieces, double factor, int maximize, double weight
 
 /// Adagrad. The state is the sums of squares. `rate` is lr / (1 + (step - 1) * lr_decay).
 template <class T>
-DEVICE void adagrad(const Pieces& pieces, double factor, int maximize, double weight_decay,
+DEVICE void adagrad(const Pieces& pieces, float factor, int maximize, double weight_decay,
                     double rate, double eps) {
     Chunk chunk = chunk_of_block(pieces);
     T* params = pieces.tensor<T>(0, chunk.piece);
@@ -129,7 +130,7 @@ DEVICE void adagrad(const Pieces& pieces, double factor, int maximize, double we
 /// Schedule-free AdamW. The state is the iterates and the averages of squares. `correction` is
 /// 1 - beta2^step, and `gradient_factor` what the parameter moves by for each normalized gradient.
 template <class T>
-DEVICE void schedule_free(const Pieces& pieces, double factor, double weight_decay, double beta2,
+DEVICE void schedule_free(const Pieces& pieces, float factor, double weight_decay, double beta2,
                           double correction, double eps, double iterate_weight,
                           double gradient_factor, double lr) {
     Chunk chunk = chunk_of_block(pieces);
@@ -137,7 +138,7 @@ DEVICE void schedule_free(const Pieces& pieces, double factor, double weight_dec
     const T* grads = pieces.tensor<T>(1, chunk.piece);
     T* iterates = pieces.tensor<T>(2, chunk.piece);
     T* squares = pieces.tensor<T>(3, chunk.piece);
-    const float by = float(factor), decay = float(weight_decay), second = float(beta2);
+    const float by = factor, decay = float(weight_decay), second = float(beta2);
     const float second_weight = float(1 - beta2), bias = float(correction);
     const float epsilon = float(eps), weight = float(iterate_weight);
     const float ascent = float(gradient_factor), descent = float(-lr);
@@ -162,25 +163,39 @@ DEVICE void schedule_free(const Pieces& pieces, double factor, double weight_dec
     });
 }
 
-#define OPTIMIZERS(T)                                                                             \
-    KERNEL(adam_##T, Pieces pieces, double factor, int maximize, double weight_decay,             \
-           double keep, double beta1, double beta2, double eps, double step_size,                 \
-           double correction) {                                                                   \
-        adam<T>(pieces, factor, maximize, weight_decay, keep, beta1, beta2, eps, step_size,       \
-                correction);                                                                      \
-    }                                                                                             \
-    KERNEL(sgd_##T, Pieces pieces, double factor, int maximize, double weight_decay, double lr,   \
-           double momentum, double dampening, int nesterov, int first) {                          \
-        sgd<T>(pieces, factor, maximize, weight_decay, lr, momentum, dampening, nesterov, first); \
-    }                                                                                             \
-    KERNEL(adagrad_##T, Pieces pieces, double factor, int maximize, double weight_decay,          \
-           double rate, double eps) {                                                             \
-        adagrad<T>(pieces, factor, maximize, weight_decay, rate, eps);                            \
-    }                                                                                             \
-    KERNEL(schedule_free_##T, Pieces pieces, double factor, double weight_decay, double beta2,    \
-           double correction, double eps, double iterate_weight, double gradient_factor,          \
-           double lr) {                                                                           \
-        schedule_free<T>(pieces, factor, weight_decay, beta2, correction, eps, iterate_weight,    \
-                         gradient_factor, lr);                                                    \
+/// Returns true if a step changes nothing, because gradients are not finite.
+DEVICE bool is_skipped(const Clipping* clipping) { return clipping && clipping->skip; }
+
+/// Returns what gradients are multiplied by.
+DEVICE float factor_of(const Clipping* clipping, double factor) {
+    return clipping ? clipping->factor : float(factor);
+}
+
+#define OPTIMIZERS(T)                                                                          \
+    KERNEL(adam_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,     \
+           double weight_decay, double keep, double beta1, double beta2, double eps,           \
+           double step_size, double correction) {                                              \
+        if (is_skipped(clipping)) return;                                                      \
+        adam<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, keep, beta1,      \
+                beta2, eps, step_size, correction);                                            \
+    }                                                                                          \
+    KERNEL(sgd_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,      \
+           double weight_decay, double lr, double momentum, double dampening, int nesterov,    \
+           int first) {                                                                        \
+        if (is_skipped(clipping)) return;                                                      \
+        sgd<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, lr, momentum,      \
+               dampening, nesterov, first);                                                    \
+    }                                                                                          \
+    KERNEL(adagrad_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,  \
+           double weight_decay, double rate, double eps) {                                     \
+        if (is_skipped(clipping)) return;                                                      \
+        adagrad<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, rate, eps);    \
+    }                                                                                          \
+    KERNEL(schedule_free_##T, Pieces pieces, const Clipping* clipping, double factor,          \
+           double weight_decay, double beta2, double correction, double eps,                   \
+           double iterate_weight, double gradient_factor, double lr) {                         \
+        if (is_skipped(clipping)) return;                                                      \
+        schedule_free<T>(pieces, factor_of(clipping, factor), weight_decay, beta2, correction, \
+                         eps, iterate_weight, gradient_factor, lr);                            \
     }
 FOR_FLOATS(OPTIMIZERS)

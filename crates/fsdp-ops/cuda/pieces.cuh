@@ -38,6 +38,16 @@ struct Pieces {
 #endif
 };
 
+/// What is done with all gradients of a step.
+struct Clipping {
+    /// Their norm before it is clipped.
+    double norm;
+    /// What they are multiplied by.
+    float factor;
+    /// Not 0 if some of them are not finite, so that the step changes nothing.
+    uint32_t skip;
+};
+
 /// The elements of a piece that a block has.
 struct Chunk {
     int piece;

@@ -1,14 +1,14 @@
-//! What a training step does with whole gradients, parameters and optimizer state in the memory of
+//! The work of a training step on whole gradients, parameters and optimizer state in the memory of
 //! an NVIDIA GPU. One launch goes over up to 64 tensors, and over more if they lie one after the
 //! other in memory.
 //!
-//! All tensors must be contiguous and on one GPU for which [`has_kernels`] is `true`. Work is queued
-//! in the GPU's stream; the host waits for nothing.
+//! All tensors must be contiguous and on one GPU for which [`has_kernels`] is `true`. Work is
+//! queued in the GPU's stream; the host waits for nothing.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::kernels::pieces::{Piece, Pieces, launches, name_of_write};
-use crate::kernels::{Argument, Grid, Kernel, Module, Runner, run_on};
+use crate::kernels::pieces::{Piece, launches, name_of_write};
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Pieces, Runner, run_on};
 
 /// The most blocks of launches that write what they read.
 const MOST_BLOCKS: usize = 1 << 16;
@@ -73,8 +73,8 @@ pub fn join(parts: &[Part], dtype: DType, device: &Device) -> Result<Tensor> {
     Ok(joined)
 }
 
-/// Writes the elements of tensors to others, rounded to their dtype, or adds them. Where there is no
-/// tensor, writes zeros.
+/// Writes the elements of tensors to others, rounded to their dtype, or adds them. Where there is
+/// no tensor, writes zeros.
 ///
 /// # Errors
 /// CUDA's; dtypes for which [`can_write`] is `false`.
@@ -129,8 +129,8 @@ fn launch(
 /// Returns, as a tensor of two `f64` on the GPU, the sum of the squares of all elements, and their
 /// largest magnitude, which is NaN if any element is NaN. `tensors` has at least one tensor.
 ///
-/// Sums are `f64` from the first addition on. They depend on the lengths of the tensors and on their
-/// places in memory only.
+/// Sums are `f64` from the first addition on. They depend on the lengths of the tensors and on
+/// their places in memory only.
 ///
 /// # Errors
 /// CUDA's.
@@ -172,6 +172,34 @@ pub fn statistics(tensors: &[Tensor]) -> Result<Tensor> {
     runner.tensor(total, 2)
 }
 
+/// Returns what a step does with gradients of these [`statistics`], as a tensor on the GPU that
+/// [`update`] takes. Its first element is their norm, without the loss scale that `unscale`
+/// removes: the largest magnitude if `by_largest` is set, otherwise the square root of the sum of
+/// squares. The step clips it to `max_norm`, and changes nothing if a gradient is not finite.
+///
+/// # Errors
+/// CUDA's.
+pub fn clipping(
+    statistics: &Tensor,
+    by_largest: bool,
+    max_norm: f64,
+    unscale: f64,
+) -> Result<Tensor> {
+    let runner = Runner::on(statistics.device());
+    let clipping = runner.allocate(DType::F64, 2)?;
+    let (storage, layout) = statistics.storage_and_layout();
+    let arguments = [
+        Argument::Read(&Operand::new(&storage, layout, "clip")?),
+        Argument::Write(&clipping),
+        flag(by_largest),
+        Argument::Double(max_norm),
+        Argument::Double(unscale),
+    ];
+    let kernel = Kernel(Module::Gradients, "clip", None);
+    runner.launch(kernel, Grid::blocks(1, [1, 1]), &arguments)?;
+    runner.tensor(clipping, 2)
+}
+
 /// Multiplies all elements of tensors by a factor. Half types are multiplied in `f32`, because they
 /// may not hold the factor.
 ///
@@ -206,11 +234,11 @@ pub enum Rule {
         maximize: bool,
         /// The L2 penalty.
         weight_decay: f64,
-        /// What the parameter is multiplied by: `1 - lr * weight_decay` for AdamW.
+        /// The factor of the parameter: `1 - lr * weight_decay` for AdamW.
         keep: f64,
         /// The weights of the averages' past.
         betas: (f64, f64),
-        /// What is added to the divisor.
+        /// The number that is added to the divisor.
         eps: f64,
         /// `lr / (1 - beta1^step)`
         step_size: f64,
@@ -227,7 +255,7 @@ pub enum Rule {
         lr: f64,
         /// The factor of the momentum.
         momentum: f64,
-        /// What the gradient loses on its way to the momentum.
+        /// The part of the gradient that the momentum does not get.
         dampening: f64,
         /// `true` for Nesterov's momentum.
         nesterov: bool,
@@ -242,7 +270,7 @@ pub enum Rule {
         weight_decay: f64,
         /// `lr / (1 + (step - 1) * lr_decay)`
         rate: f64,
-        /// What is added to the divisor.
+        /// The number that is added to the divisor.
         eps: f64,
     },
     /// Schedule-free AdamW. The state is the iterates, and the averages of squares.
@@ -253,15 +281,24 @@ pub enum Rule {
         beta2: f64,
         /// `1 - beta2^step`
         correction: f64,
-        /// What is added to the divisor.
+        /// The number that is added to the divisor.
         eps: f64,
         /// The weight of the iterate in the new average.
         iterate_weight: f64,
-        /// What the parameter moves by for each normalized gradient.
+        /// The factor with which the normalized gradient is added to the parameter.
         gradient_factor: f64,
         /// The learning rate.
         lr: f64,
     },
+}
+
+/// The factor of gradients before a step uses them.
+#[derive(Debug, Clone)]
+pub enum Factor {
+    /// This number.
+    Known(f64),
+    /// The factor of [`clipping`], and its decision to skip the step.
+    Clipped(Tensor),
 }
 
 /// Parameters, their gradients, and their state in the order of the rule.
@@ -275,12 +312,12 @@ pub struct Update {
     pub state: Vec<Tensor>,
 }
 
-/// Steps parameters and their state, of one dtype, by a rule. Gradients are multiplied by `factor`
-/// first: it clips them, or removes a loss scale.
+/// Steps parameters and their state, of one dtype, by a rule. Gradients are multiplied by a factor
+/// first, which clips them, or removes a loss scale.
 ///
 /// # Errors
 /// CUDA's; tensors of several dtypes.
-pub fn update(rule: &Rule, factor: f64, updates: &[Update]) -> Result<()> {
+pub fn update(rule: &Rule, factor: &Factor, updates: &[Update]) -> Result<()> {
     let Some(first) = updates.first() else {
         return Ok(());
     };
@@ -300,7 +337,16 @@ pub fn update(rule: &Rule, factor: f64, updates: &[Update]) -> Result<()> {
         pieces.push(piece);
     }
     let (name, numbers) = arguments_of(rule);
-    let mut arguments = vec![Argument::Double(factor)];
+    let clipped;
+    let operand;
+    let mut arguments = match factor {
+        Factor::Known(factor) => vec![Argument::Word(0), Argument::Double(*factor)],
+        Factor::Clipped(clipping) => {
+            clipped = clipping.storage_and_layout();
+            operand = Operand::new(&clipped.0, clipped.1, "step")?;
+            vec![Argument::Read(&operand), Argument::Double(1.0)]
+        }
+    };
     arguments.extend(numbers);
     let kernel = Kernel(Module::Optimizer, name, Some(dtype));
     launch(first.param.device(), kernel, &pieces, &arguments)

@@ -16,7 +16,7 @@ use crate::machine::{self, say};
 /// The variable that names the file.
 const FILE: &str = "CUDA_STAND_IN_COUNTS";
 
-/// What is counted.
+/// A demand on a GPU that is counted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Counted {
     /// Launches of kernels, and matrix products.

@@ -97,6 +97,10 @@ thread_local! {
 
 /// Returns where memory of a GPU is on the host.
 extern "C" fn on_host(address: Address) -> *mut c_void {
+    // A pointer that is left out.
+    if address == 0 {
+        return std::ptr::null_mut();
+    }
     match elements::<u8>(address) {
         Ok(elements) => elements.as_ptr().cast(),
         Err(error) => {

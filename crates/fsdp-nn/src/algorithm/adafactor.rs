@@ -214,6 +214,22 @@ impl AdafactorOptions {
         [Some(StateEntry::STEP), None, None, None]
     }
 
+    /// Returns the first `eps` for parameters of a dtype.
+    pub(crate) fn first_eps(&self, dtype: DType) -> f64 {
+        // torch takes the distance from 1 to the next number of the parameter's dtype.
+        self.eps.0.unwrap_or(match dtype {
+            DType::F64 => f64::EPSILON,
+            DType::BF16 => half::bf16::EPSILON.to_f64(),
+            DType::F16 => half::f16::EPSILON.to_f64(),
+            _ => f64::from(f32::EPSILON),
+        })
+    }
+
+    /// Returns the rate of a step, relative to the size of the parameter.
+    pub(crate) fn rate(&self, step: f64) -> f64 {
+        self.lr.min(step.powf(-0.5))
+    }
+
     /// Updates a whole parameter and its averages once.
     pub(crate) fn update(
         &self,
@@ -222,16 +238,9 @@ impl AdafactorOptions {
         averages: &mut [Vec<f64>],
     ) {
         let step = f64::from(update.step);
-        // torch takes the distance from 1 to the next number of the parameter's dtype.
-        let eps1 = self.eps.0.unwrap_or(match update.dtype {
-            DType::F64 => f64::EPSILON,
-            DType::BF16 => half::bf16::EPSILON.to_f64(),
-            DType::F16 => half::f16::EPSILON.to_f64(),
-            _ => f64::from(f32::EPSILON),
-        });
+        let eps1 = self.first_eps(update.dtype);
         // The rate falls with the steps, and follows the size of the parameter.
-        let rate = self.lr.min(step.powf(-0.5));
-        let alpha = at_least(root_mean_square(param), self.eps.1) * rate;
+        let alpha = at_least(root_mean_square(param), self.eps.1) * self.rate(step);
         if self.weight_decay != 0.0 {
             param
                 .iter_mut()

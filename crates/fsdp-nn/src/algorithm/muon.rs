@@ -207,7 +207,7 @@ impl MuonOptions {
 
     /// Returns the learning rate for a matrix, adjusted to its shape as torch's `adjust_lr_fn`
     /// says.
-    fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
+    pub(crate) fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
         let [rows, columns] = [rows, columns].map(|size| size as f64);
         self.lr
             * match self.adjust_lr_fn.unwrap_or(MuonAdjust::Original) {

@@ -119,9 +119,9 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |start| start..numel.min(start + PIECE_LEN))
 }
 
-/// Returns the sum of the squares of all elements of gradients or, with `is_infinity`, their largest
-/// absolute value; NaN if any element is NaN, and not finite if any is not. Returns the values of
-/// scalars too, which may be on the CPU. The host waits for the GPU once.
+/// Returns the sum of the squares of all elements of gradients or, with `is_infinity`, their
+/// largest absolute value; NaN if any element is NaN, and not finite if any is not. Returns the
+/// values of scalars too, which may be on the CPU. The host waits for the GPU once.
 pub(crate) fn norm_part(
     grads: &[Tensor],
     is_infinity: bool,
@@ -188,7 +188,7 @@ fn norm_numbers(grads: &[Tensor], is_infinity: bool) -> Result<Vec<Tensor>> {
 
 /// Adds up all elements of a tensor of one dimension. candle adds up a long row with few threads,
 /// so these are rows first.
-fn sum(values: &Tensor) -> Result<Tensor> {
+pub(crate) fn sum(values: &Tensor) -> Result<Tensor> {
     const ROW_LEN: usize = 1 << 10;
     let numel = values.elem_count();
     let rows = numel / ROW_LEN;
@@ -202,8 +202,8 @@ fn sum(values: &Tensor) -> Result<Tensor> {
     Ok(Tensor::cat(&sums, 0)?.sum_all()?)
 }
 
-/// Multiplies all elements of gradients. Those of half types are multiplied in `f32`, because a half
-/// type may not hold the factor.
+/// Multiplies all elements of gradients. Those of half types are multiplied in `f32`, because a
+/// half type may not hold the factor.
 pub(crate) fn scale(grads: &[Tensor], factor: f64) -> Result<()> {
     let mut scaled = Vec::new();
     for flat in grads {

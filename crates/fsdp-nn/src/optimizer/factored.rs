@@ -1,16 +1,18 @@
 //! Steps of Adafactor, whose averages are those of whole rows and columns.
 
-use candle_core::{DType, Device, Tensor, WithDType};
+use candle_core::{D, DType, Device, Tensor, WithDType};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{HostSliceMut, to_device};
+use fsdp_flat::storage::{HostSliceMut, to_device, zeros_on};
 use fsdp_flat::with_float;
 
 use super::local::{BEGUN, LocalParam, LocalState};
+use super::on_device::{store, widen};
 use super::owners::{
     GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
 use crate::algorithm::{AdafactorOptions, Averages, WholeUpdate, average_shapes, zero_averages};
 use crate::error::Result;
+use crate::exchange::device;
 
 /// The largest number of averages that a parameter has.
 const MAX_AVERAGES: usize = 2;
@@ -33,6 +35,9 @@ pub(super) fn step_factored(
     earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
+    if group.is_none() && step.is_on_gpu() {
+        return earlier_outcome.and_then(|()| step_on_gpu(options, &mut step));
+    }
     let prepared = earlier_outcome.and_then(|()| Ok((step.list_owned()?, ())));
     let (mut parameters, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
@@ -55,6 +60,128 @@ pub(super) fn step_factored(
         }
         remaining = later_batches;
     }
+}
+
+/// Updates the parameters of a group, all of which this rank has whole on its GPU, by candle's
+/// operations: in `f32`, or in the parameters' dtype if that is wider. The host waits for nothing.
+fn step_on_gpu(options: &AdafactorOptions, step: &mut GroupStep<'_>) -> Result<()> {
+    for owned in step.list_owned()? {
+        let local = &mut step.locals[owned.local];
+        local.handle.begin_change()?;
+        let mut averages = averages_on_gpu(&owned, local)?;
+        if let (Some(param), Some(grad)) = (
+            local.handle.local_piece(owned.param)?,
+            local.handle.grad_piece(owned.param)?,
+        ) {
+            let update = GpuUpdate {
+                options,
+                step: next_step(local).into(),
+                eps: options.first_eps(local.handle.file_dtype()),
+            };
+            let shape = owned.shape.as_slice();
+            let (whole, grad) = (
+                widen(&param)?.reshape(shape)?,
+                widen(&grad)?.reshape(shape)?,
+            );
+            averages = update.new_averages(&averages, &grad)?;
+            let new_param = update.new_param(&whole, &grad, &averages)?;
+            store(&param, &new_param.flatten_all()?)?;
+        }
+        let mut state = local.state.clone().expect(BEGUN);
+        state.step = Some(next_step(local));
+        for ((name, shape), average) in average_shapes(&owned.shape).into_iter().zip(averages) {
+            let average = average.to_dtype(local.handle.dtype())?;
+            let entry = if shape == owned.shape {
+                LocalState::Piece(average.flatten_all()?)
+            } else {
+                LocalState::Whole(average)
+            };
+            state.entries.insert(name.to_owned(), entry);
+        }
+        local.state = Some(state);
+    }
+    Ok(())
+}
+
+/// Returns the averages of a parameter on a GPU, in their shapes: zeros where there are none.
+fn averages_on_gpu(owned: &Owned, local: &LocalParam) -> Result<Vec<Tensor>> {
+    let mut averages = Vec::with_capacity(MAX_AVERAGES);
+    for (name, shape) in average_shapes(&owned.shape) {
+        let saved = local
+            .state
+            .as_ref()
+            .and_then(|state| state.entries.get(name));
+        let numel: usize = shape.iter().product();
+        averages.push(match saved {
+            Some(LocalState::Piece(tensor) | LocalState::Whole(tensor))
+                if tensor.elem_count() == numel =>
+            {
+                widen(tensor)?.reshape(shape)?
+            }
+            _ => widen(&zeros_on(
+                &shape,
+                local.handle.dtype(),
+                local.handle.shard_device(),
+            )?)?,
+        });
+    }
+    Ok(averages)
+}
+
+/// The numbers of one update on a GPU.
+struct GpuUpdate<'a> {
+    options: &'a AdafactorOptions,
+    step: f64,
+    /// The first `eps`.
+    eps: f64,
+}
+
+impl GpuUpdate<'_> {
+    /// Returns the averages after a step with this gradient.
+    fn new_averages(&self, averages: &[Tensor], grad: &Tensor) -> Result<Vec<Tensor>> {
+        let squares = grad.sqr()?;
+        let means = match averages {
+            [_, _] => vec![
+                squares.mean_keepdim(D::Minus1)?,
+                squares.mean_keepdim(D::Minus2)?,
+            ],
+            _ => vec![squares],
+        };
+        let weight = self.step.powf(self.options.beta2_decay);
+        let mut moved = Vec::with_capacity(averages.len());
+        for (average, mean) in averages.iter().zip(means) {
+            moved.push(((average * (1.0 - weight))? + (mean * weight)?)?);
+        }
+        Ok(moved)
+    }
+
+    /// Returns the parameter after a step with this gradient, whose averages are new already.
+    fn new_param(&self, param: &Tensor, grad: &Tensor, averages: &[Tensor]) -> Result<Tensor> {
+        let options = self.options;
+        let rate = options.rate(self.step);
+        let alpha = (root_mean_square(param)?.maximum(options.eps.1)? * rate)?;
+        let estimate = match averages {
+            [rows, columns] => {
+                let mean = rows.mean_keepdim(D::Minus2)?.maximum(self.eps)?;
+                rows.broadcast_mul(columns)?.broadcast_div(&mean)?
+            }
+            averages => averages[0].clone(),
+        };
+        let update = (grad / estimate.maximum(self.eps * self.eps)?.sqrt()?)?;
+        let excess = (root_mean_square(&update)? / options.d)?.maximum(1.0)?;
+        let mut change = update.broadcast_mul(&(alpha / excess)?)?;
+        if options.maximize {
+            change = change.neg()?;
+        }
+        let kept = (param * (1.0 - options.lr * options.weight_decay))?;
+        Ok((kept - change)?)
+    }
+}
+
+/// Returns the root of the mean of the squares of all elements.
+fn root_mean_square(values: &Tensor) -> Result<Tensor> {
+    let squares = device::sum(&values.sqr()?.flatten_all()?)?;
+    Ok((squares / values.elem_count() as f64)?.sqrt()?)
 }
 
 /// Returns the number of parameters of the first batch, which has at most `limit` elements but at

@@ -331,8 +331,8 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
     Ok(())
 }
 
-/// Sets the initial states of local parameters that have none, which are trained and on a GPU: those
-/// of a unit together.
+/// Sets the initial states of local parameters that have none, which are trained and on a GPU:
+/// those of a unit together.
 pub(super) fn begin_states_on_device(
     algorithm: &Algorithm,
     locals: &mut [LocalParam],

@@ -1,11 +1,13 @@
 //! Steps of Muon, which needs each matrix whole.
 
+use candle_core::{DType, Tensor};
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
 use half::bf16;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::newton_schulz::orthogonalize;
+use super::newton_schulz::{orthogonalize, orthogonalize_tensor};
+use super::on_device::{store, widen};
 use super::owners::{
     GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
@@ -24,6 +26,9 @@ pub(super) fn step_matrices(
     earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
+    if group.is_none() && step.is_on_gpu() {
+        return earlier_outcome.and_then(|()| step_on_gpu(options, &mut step));
+    }
     // Step 1: each rank updates the momentum of its parts, and computes their directions.
     let prepared = earlier_outcome.and_then(|()| compute_directions(options, &mut step));
     let (matrices, parts) = step.agree_on_parameters(prepared)?;
@@ -33,7 +38,7 @@ pub(super) fn step_matrices(
     let gathered = gather_to_owners(group, &references, parts)?;
     let orthogonal = agree(
         group,
-        orthogonalize_owned(options, &matrices, gathered, step.rank()),
+        orthogonalize_owned(options, &matrices, gathered, &step),
     )?;
     let parts = scatter_from_owners(group, &references, orthogonal)?;
     // Step 3: each rank updates its parts.
@@ -62,6 +67,62 @@ fn compute_directions(
     Ok((matrices, directions))
 }
 
+/// Updates the matrices of a group, all of which this rank has whole on its GPU. The host waits for
+/// nothing.
+fn step_on_gpu(options: &MuonOptions, step: &mut GroupStep<'_>) -> Result<()> {
+    for matrix in step.list_owned()? {
+        let local = &mut step.locals[matrix.local];
+        local.handle.begin_change()?;
+        let (Some(param), Some(grad), Some(momentum)) = (
+            local.handle.local_piece(matrix.param)?,
+            local.handle.grad_piece(matrix.param)?,
+            momentum_of(local, matrix.param)?,
+        ) else {
+            continue;
+        };
+        let grad = widen(&grad)?;
+        let average = lerp(&widen(&momentum)?, &grad, 1.0 - options.momentum)?;
+        store(&momentum, &average)?;
+        let direction = if options.nesterov {
+            lerp(&grad, &average, options.momentum)?
+        } else {
+            average
+        };
+        let [rows, columns] = rows_and_columns(&matrix.shape);
+        let direction = direction.reshape((rows, columns))?.to_dtype(DType::BF16)?;
+        let direction = orthogonalize_tensor(options, &direction)?.flatten_all()?;
+        let wide = widen(&param)?;
+        let descent = direction.to_dtype(wide.dtype())? * options.adjusted_lr([rows, columns]);
+        let kept = (wide * (1.0 - options.lr * options.weight_decay))?;
+        store(&param, &(kept - descent?)?)?;
+    }
+    Ok(())
+}
+
+/// Moves from one tensor towards another by a weight.
+fn lerp(start: &Tensor, end: &Tensor, weight: f64) -> Result<Tensor> {
+    Ok(((start * (1.0 - weight))? + (end * weight)?)?)
+}
+
+/// Returns this rank's part of the momentum of a matrix, of zeros if there was none; `None` if the
+/// rank has no part of the matrix.
+fn momentum_of(local: &mut LocalParam, param: usize) -> Result<Option<Tensor>> {
+    let segment = local.segment(param);
+    if segment.len == 0 {
+        return Ok(None);
+    }
+    // State of another algorithm may have been loaded, which has no momentum.
+    if local.live_piece(MOMENTUM).is_none() {
+        let fresh = LocalState::Piece(local.zeros()?);
+        let state = local.state.as_mut().expect(BEGUN);
+        state.entries.insert(MOMENTUM.to_owned(), fresh);
+    }
+    let flat = local.live_piece(MOMENTUM);
+    Ok(flat
+        .map(|flat| flat.narrow(0, segment.start, segment.len))
+        .transpose()?)
+}
+
 /// Returns the number of multiplications that it takes to orthogonalize a matrix of this `shape`,
 /// up to a constant factor.
 fn multiplication_cost(shape: &[usize]) -> u128 {
@@ -86,23 +147,12 @@ fn update_momentum(
     // The momentum changes before the parameter does, and a backward of an earlier forward must not
     // run in between.
     local.handle.begin_change()?;
-    let segment = local.segment(matrix.param);
-    if segment.len == 0 {
-        return Ok(Vec::new());
-    }
-    // State of another algorithm may have been loaded, which has no momentum.
-    if local.live_piece(MOMENTUM).is_none() {
-        let fresh = LocalState::Piece(local.zeros()?);
-        let state = local.state.as_mut().expect(BEGUN);
-        state.entries.insert(MOMENTUM.to_owned(), fresh);
-    }
-    let (Some(flat), Some(grad)) = (
-        local.live_piece(MOMENTUM),
+    let (Some(momentum), Some(grad)) = (
+        momentum_of(local, matrix.param)?,
         local.handle.grad_piece(matrix.param)?,
     ) else {
         return Ok(Vec::new());
     };
-    let momentum = flat.narrow(0, segment.start, segment.len)?;
     with_float!(grad.dtype(), T => {
         let grad = HostSlice::<T>::read(&grad)?;
         let mut momentum = HostSliceMut::<T>::write(&momentum)?;
@@ -143,14 +193,15 @@ fn orthogonalize_owned(
     options: &MuonOptions,
     matrices: &[Owned],
     gathered: Vec<Vec<bf16>>,
-    rank: usize,
+    step: &GroupStep<'_>,
 ) -> Result<Vec<Vec<bf16>>> {
     let directions = matrices.iter().zip(gathered).map(|(matrix, direction)| {
-        if matrix.owner == rank {
+        if matrix.owner == step.rank() {
             Ok(orthogonalize(
                 options,
                 &direction,
                 rows_and_columns(&matrix.shape),
+                step.locals[matrix.local].handle.shard_device(),
             )?)
         } else {
             Ok(direction)

@@ -25,6 +25,7 @@ pub(crate) use local::{
     LocalParam, LocalState, ParamState, Segment, complete_state, initial_state,
 };
 pub(crate) use modes::move_towards;
+pub(crate) use step::Counts;
 
 /// The key of the learning rate that a schedule multiplies.
 const INITIAL_LR: &str = "initial_lr";

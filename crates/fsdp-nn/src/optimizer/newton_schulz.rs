@@ -5,15 +5,26 @@ use half::bf16;
 
 use crate::algorithm::MuonOptions;
 
-/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each
-/// matrix on the way is rounded to `bf16`; products are summed in `f32`.
+/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz, on a device. As in
+/// torch, each matrix on the way is rounded to `bf16`; products are summed in `f32`.
 pub(super) fn orthogonalize(
     options: &MuonOptions,
     matrix: &[bf16],
     [rows, columns]: [usize; 2],
+    device: &Device,
 ) -> Result<Vec<bf16>> {
+    let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_device(device)?;
+    orthogonalize_tensor(options, &matrix)?
+        .flatten_all()?
+        .to_vec1()
+}
+
+/// Does what [`orthogonalize`] does with a matrix of `bf16`, where it is. On a GPU the host waits
+/// for nothing.
+pub(super) fn orthogonalize_tensor(options: &MuonOptions, matrix: &Tensor) -> Result<Tensor> {
     let (a, b, c) = options.ns_coefficients;
-    let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_dtype(DType::F32)?;
+    let (rows, columns) = matrix.dims2()?;
+    let matrix = matrix.to_dtype(DType::F32)?;
     // The products below are of the smaller dimension if the matrix is wide.
     let is_tall = rows > columns;
     let mut x = if is_tall {
@@ -21,18 +32,38 @@ pub(super) fn orthogonalize(
     } else {
         matrix
     };
-    let norm = f64::from(x.sqr()?.sum_all()?.to_scalar::<f32>()?).sqrt();
     // The iteration converges only from a matrix whose norm is at most 1.
-    x = round_tensor(&(x / round_scalar(norm).max(round_scalar(options.eps)))?)?;
+    x = round_tensor(&normalize(&x, options.eps)?)?;
     for _ in 0..options.ns_steps {
-        let gram = round_tensor(&x.matmul(&x.t()?)?)?;
-        let update = round_tensor(&((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;
-        x = round_tensor(&((&x * a)? + update.matmul(&x)?)?)?;
+        let gram = round_tensor(&product(&x, &x.t()?)?)?;
+        let update = round_tensor(&((&gram * b)? + (product(&gram, &gram)? * c)?)?)?;
+        x = round_tensor(&((&x * a)? + product(&update, &x)?)?)?;
     }
     if is_tall {
         x = x.t()?.contiguous()?;
     }
-    x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()
+    x.to_dtype(DType::BF16)
+}
+
+/// Divides a matrix by its norm, or by `eps` if that is larger.
+fn normalize(x: &Tensor, eps: f64) -> Result<Tensor> {
+    let squares = x.sqr()?.sum_all()?;
+    if !x.device().is_cpu() {
+        let norm = round_tensor(&squares.sqrt()?)?.maximum(round_scalar(eps))?;
+        return x.broadcast_div(&norm);
+    }
+    let norm = f64::from(squares.to_scalar::<f32>()?).sqrt();
+    x / round_scalar(norm).max(round_scalar(eps))
+}
+
+/// Multiplies matrices whose elements `bf16` holds.
+fn product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    if left.device().is_cpu() {
+        return left.matmul(right);
+    }
+    // GPUs multiply these many times as fast as `f32`, and add up in `f32`.
+    let [left, right] = [left.to_dtype(DType::BF16)?, right.to_dtype(DType::BF16)?];
+    left.matmul(&right)?.to_dtype(DType::F32)
 }
 
 /// Rounds a tensor to bf16. The result is `f32` again.

@@ -28,15 +28,15 @@ pub(super) struct Update<'a> {
 /// The updates of a group, which are launched together.
 #[derive(Debug)]
 pub(super) struct Launches<'a> {
-    /// The factor by which gradients are multiplied first.
-    factor: f64,
+    /// The factor of gradients.
+    factor: step::Factor,
     /// The updates of each step of the rule: parameters may be in different steps.
     updates: Vec<(Update<'a>, Vec<step::Update>)>,
 }
 
 impl<'a> Launches<'a> {
     /// Makes an empty list. Gradients are going to be multiplied by a factor first.
-    pub(super) const fn new(factor: f64) -> Self {
+    pub(super) const fn new(factor: step::Factor) -> Self {
         Launches {
             factor,
             updates: Vec::new(),
@@ -77,7 +77,7 @@ impl<'a> Launches<'a> {
     pub(super) fn run(self) -> Result<()> {
         self.updates
             .iter()
-            .try_for_each(|(update, updates)| step::update(&update.rule(), self.factor, updates))
+            .try_for_each(|(update, updates)| step::update(&update.rule(), &self.factor, updates))
     }
 }
 
@@ -184,7 +184,7 @@ impl Update<'_> {
 type Updated = (Tensor, Vec<Tensor>);
 
 /// Returns a tensor in the dtype that updates are computed in.
-fn widen(tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn widen(tensor: &Tensor) -> Result<Tensor> {
     match tensor.dtype() {
         DType::F16 | DType::BF16 => tensor.to_dtype(DType::F32),
         _ => Ok(tensor.clone()),
@@ -192,7 +192,7 @@ fn widen(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// Writes a value into a tensor, rounded to the tensor's dtype.
-fn store(target: &Tensor, value: &Tensor) -> Result<()> {
+pub(super) fn store(target: &Tensor, value: &Tensor) -> Result<()> {
     target.slice_set(&value.to_dtype(target.dtype())?.contiguous()?, 0, 0)
 }
 

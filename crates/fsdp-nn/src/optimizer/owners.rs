@@ -46,6 +46,13 @@ impl GroupStep<'_> {
         self.shard_group.map_or(0, ProcessGroup::rank)
     }
 
+    /// Returns `true` if the parameters are on a GPU.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.locals
+            .first()
+            .is_some_and(|local| !local.handle.shard_device().is_cpu())
+    }
+
     /// Lists the parameters that got a gradient, in the order of the model, which is the same on
     /// all ranks: a rank may have named them in any order. Rank 0 owns them until
     /// [`assign_owners`]. All trained parameters get their initial state.

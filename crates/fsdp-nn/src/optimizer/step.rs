@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
+use fsdp_ops::step::Factor;
 
 use super::Optimizer;
 use super::factored::step_factored;
@@ -45,7 +46,34 @@ impl Optimizer {
     /// the last update of a matrix by Muon. If it does not, the other ranks learn nothing of the
     /// error: end the run.
     pub fn step(&mut self) -> Result<()> {
-        self.step_scaled(1.0)
+        self.step_scaled(&Factor::Known(1.0))
+    }
+
+    /// Returns what the optimizer counts and which state there is, for [`Self::undo_counts`].
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            algorithms: self
+                .groups
+                .iter()
+                .map(|group| group.algorithm.clone())
+                .collect(),
+            states: self
+                .locals
+                .iter()
+                .map(|local| local.state.clone())
+                .collect(),
+        }
+    }
+
+    /// Puts back what the optimizer has counted before a step that a GPU has skipped. The tensors
+    /// of its state have not been changed.
+    pub(crate) fn undo_counts(&mut self, counts: Counts) {
+        for (group, algorithm) in self.groups.iter_mut().zip(counts.algorithms) {
+            group.algorithm = algorithm;
+        }
+        for (local, state) in self.locals.iter_mut().zip(counts.states) {
+            local.state = state;
+        }
     }
 
     /// Returns `true` if [`Self::step_scaled`] can multiply gradients by a factor while it reads
@@ -65,8 +93,8 @@ impl Optimizer {
 
     /// Does what [`Self::step`] does, with gradients that are multiplied by a factor, which is 1
     /// unless the optimizer [`scales_gradients`](Self::scales_gradients). The gradients stay as
-    /// they are.
-    pub(crate) fn step_scaled(&mut self, factor: f64) -> Result<()> {
+    /// they are. If the factor turns out to skip the step, [`Self::undo_counts`] has to follow.
+    pub(crate) fn step_scaled(&mut self, factor: &Factor) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
         self.parameters.check_not_swapped()?;
         self.check_groups()?;
@@ -95,7 +123,7 @@ impl Optimizer {
         for (index, (algorithm, has_gradients)) in begun_algorithms.into_iter().enumerate() {
             self.groups[index].algorithm = algorithm;
             if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
-                outcome = self.step_group(index, factor);
+                outcome = self.step_group(index, factor.clone());
                 if outcome.is_ok() && has_gradients {
                     self.groups[index].algorithm.end_step();
                 }
@@ -153,7 +181,7 @@ impl Optimizer {
 
     /// Updates the parameters of a group: each by itself, and those on a GPU together. No
     /// communication.
-    fn step_group(&mut self, index: usize, factor: f64) -> Result<()> {
+    fn step_group(&mut self, index: usize, factor: Factor) -> Result<()> {
         let range = self.locals_of_group(index);
         let algorithm = &self.groups[index].algorithm;
         let locals = &mut self.locals[range];
@@ -191,6 +219,12 @@ impl Optimizer {
             .iter()
             .any(|local| local.requires_grad() && local.has_gradient())
     }
+}
+
+/// The numbers that an optimizer counts on the host, and which tensors of state it has.
+pub(crate) struct Counts {
+    algorithms: Vec<Algorithm>,
+    states: Vec<Option<ParamState>>,
 }
 
 /// Updates one local parameter and the tensors of its state, and returns the new state. If the

@@ -1,13 +1,15 @@
 //! The end of a step: gradients are unscaled, clipped and checked, and optimizers step.
 
 use candle_core::Tensor;
+use fsdp_ops::step::{self, Factor};
 use tracing::info_span;
 
-use super::clip::{ClipOptions, OnNonFinite, clip_factor};
+use super::clip::{ClipOptions, GradNorm, OnNonFinite, clip_factor};
 use super::scaler::GradScaler;
 use crate::error::{NnError, Result};
+use crate::exchange::device;
 use crate::model::ShardedParameters;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Counts, Optimizer};
 
 /// Options of [`ShardedParameters::finish_step`]. All but `losses` and the values of `numbers` must
 /// be the same on every rank.
@@ -51,7 +53,7 @@ pub struct FinishedStep {
     pub numbers: Vec<Vec<u64>>,
 }
 
-/// What one rank tells the others at the end of a step.
+/// The numbers that one rank tells the others at the end of a step.
 struct OwnNumbers {
     /// Its part of the norm.
     norm_part: f64,
@@ -95,9 +97,9 @@ impl ShardedParameters {
     ///
     /// # Errors
     /// Before anything is changed, except that gradients may have been unscaled:
-    /// [`NnError::NonFiniteGradients`] with [`OnNonFinite::Error`] and no loss scale, on every rank;
-    /// [`NnError::ForeignOptimizer`]; [`ScalerError::UnscaledTwice`](crate::ScalerError); the errors
-    /// of [`Self::clip_grad_norm_with`]. After that, those of [`Optimizer::step`].
+    /// [`NnError::NonFiniteGradients`] with [`OnNonFinite::Error`] and no loss scale, on every
+    /// rank; [`NnError::ForeignOptimizer`]; [`ScalerError::UnscaledTwice`](crate::ScalerError); the
+    /// errors of [`Self::clip_grad_norm_with`]. After that, those of [`Optimizer::step`].
     pub fn finish_step(
         &self,
         optimizers: &mut [Optimizer],
@@ -113,6 +115,11 @@ impl ShardedParameters {
             Some(scaler) => Some(scaler.factor_to_unscale(self)?),
             None => None,
         };
+        if let Some(step) =
+            self.finish_on_gpu(optimizers, scaler.as_deref_mut(), options, unscale)?
+        {
+            return Ok(step);
+        }
         // Step 1: find out what only this rank knows, and tell all others.
         let own = self.own_numbers(options, unscale)?;
         let (mut step, is_finite) = self.share_numbers(&own, options, unscale)?;
@@ -156,14 +163,80 @@ impl ShardedParameters {
         for optimizer in &*optimizers {
             scale_themselves &= optimizer.scales_gradients()?;
         }
-        let mut factor = on_device;
+        let mut factor = Factor::Known(on_device);
         if !scale_themselves {
             self.scale_gradients(on_host, on_device)?;
-            factor = 1.0;
+            factor = Factor::Known(1.0);
         }
         optimizers
             .iter_mut()
-            .try_for_each(|optimizer| optimizer.step_scaled(factor))
+            .try_for_each(|optimizer| optimizer.step_scaled(&factor))
+    }
+
+    /// Ends the step of a single rank whose GPU can decide all by itself: the host queues the whole
+    /// step, and then waits to learn the norm. If gradients are not finite, the GPU has changed
+    /// nothing. Returns `None`, and does nothing, for other steps.
+    fn finish_on_gpu(
+        &self,
+        optimizers: &mut [Optimizer],
+        scaler: Option<&mut GradScaler>,
+        options: &FinishOptions<'_>,
+        unscale: Option<f64>,
+    ) -> Result<Option<FinishedStep>> {
+        let ClipOptions {
+            norm,
+            on_non_finite,
+        } = options.clip;
+        let (on_host, on_device) = self.gradients_by_place();
+        let mut is_for_gpu = self.group().world_size() == 1
+            && on_host.is_empty()
+            && !on_device.is_empty()
+            && options.max_norm >= 0.0
+            && (unscale.is_some() || on_non_finite != OnNonFinite::Scale);
+        for optimizer in &*optimizers {
+            is_for_gpu = is_for_gpu && optimizer.scales_gradients()?;
+        }
+        if !is_for_gpu {
+            return Ok(None);
+        }
+        let counts: Vec<Counts> = optimizers.iter().map(Optimizer::counts).collect();
+        let span = info_span!("optimizer").entered();
+        let by_largest = norm == GradNorm::Infinity;
+        let clipping = step::clipping(
+            &step::statistics(&on_device)?,
+            by_largest,
+            options.max_norm,
+            unscale.unwrap_or(1.0),
+        )?;
+        let factor = Factor::Clipped(clipping.clone());
+        optimizers
+            .iter_mut()
+            .try_for_each(|optimizer| optimizer.step_scaled(&factor))?;
+        drop(span);
+        // The only wait.
+        let mut scalars = vec![clipping.get(0)?];
+        scalars.extend_from_slice(options.losses);
+        let (_, values) = device::norm_part(&[], false, &scalars)?;
+        let (grad_norm, losses) = (values[0], &values[1..]);
+        let is_skipped = !grad_norm.is_finite();
+        if is_skipped {
+            for (optimizer, counts) in optimizers.iter_mut().zip(counts) {
+                optimizer.undo_counts(counts);
+            }
+            if scaler.is_none() && on_non_finite == OnNonFinite::Error {
+                return Err(NnError::NonFiniteGradients { norm: grad_norm });
+            }
+        }
+        if let Some(scaler) = scaler {
+            scaler.count_step(!is_skipped);
+        }
+        self.zero_grad();
+        Ok(Some(FinishedStep {
+            grad_norm,
+            is_skipped,
+            losses: vec![losses.iter().sum()],
+            numbers: vec![options.numbers.to_vec()],
+        }))
     }
 
     /// Returns what this rank tells the others. Gradients in the host's memory are unscaled; those

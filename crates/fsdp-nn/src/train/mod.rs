@@ -1,5 +1,5 @@
-//! The parts of a training around its steps: gradient clipping and scaling, the end of a step, schedules of learning
-//! rates, averages of weights, and the samples of each rank.
+//! The parts of a training around its steps: gradient clipping and scaling, the end of a step,
+//! schedules of learning rates, averages of weights, and the samples of each rank.
 
 mod averaged;
 mod clip;

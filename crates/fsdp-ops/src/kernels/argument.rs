@@ -5,7 +5,6 @@ use std::ffi::c_void;
 use candle_core::{Layout, Result};
 
 use super::memory::{Operand, Output};
-use super::pieces::Pieces;
 
 /// An argument of a kernel.
 #[derive(Clone, Copy)]
@@ -91,6 +90,22 @@ pub(crate) struct RotationSizes {
     pub(crate) half: i32,
     pub(crate) of_batch: i32,
     pub(crate) back: i32,
+}
+
+/// The most pieces of a launch.
+pub(super) const MAX_PIECES: usize = 64;
+/// The most tensors of a piece.
+pub(super) const MAX_TENSORS: usize = 5;
+
+/// The table of the pieces that a launch goes over: `Pieces` of `pieces.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone)]
+pub(crate) struct Pieces {
+    pub(super) addresses: [[u64; MAX_PIECES]; MAX_TENSORS],
+    pub(super) counts: [i64; MAX_PIECES],
+    pub(super) first_blocks: [i32; MAX_PIECES],
+    pub(super) chunk: i64,
+    pub(super) pieces: i32,
 }
 
 /// The value of an argument, in the type that the kernel has for it.

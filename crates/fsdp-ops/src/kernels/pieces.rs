@@ -1,24 +1,22 @@
-//! The table of pieces that one launch goes over: `Pieces` of `pieces.cuh`.
+//! Launches over pieces: stretches of elements that several tensors have in common.
 
 use candle_core::{DType, Result, Storage, Tensor};
 
+use super::argument::{MAX_PIECES, MAX_TENSORS, Pieces, to_int};
 use super::cuda;
 #[cfg(test)]
 use super::host;
 use super::kernel::Grid;
 use super::memory::{Memory, Operand};
 
-/// The most pieces of a launch.
-const MAX_PIECES: usize = 64;
-/// The most tensors of a piece.
-const MAX_TENSORS: usize = 5;
 /// The elements that a block has at least, unless a piece has less.
 const LEAST_CHUNK: usize = 4096;
-/// What a number of elements must be a multiple of, so that all packs of a chunk fit.
+/// The divisor of the elements of a chunk, with which all of its packs fit.
 const CHUNK_STEP: usize = 2048;
 
 /// A stretch of elements that several tensors have in common: the addresses of its first elements,
-/// with the sizes of elements in bytes. The address and the size of a tensor that is left out are 0.
+/// with the sizes of elements in bytes. The address and the size of a tensor that is left out are
+/// 0.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Piece {
     addresses: [u64; MAX_TENSORS],
@@ -92,17 +90,6 @@ fn address(operand: &Operand<'_>) -> Result<u64> {
     }
 }
 
-/// The argument of a kernel over pieces.
-#[repr(C)]
-#[derive(Debug, Clone)]
-pub(crate) struct Pieces {
-    addresses: [[u64; MAX_PIECES]; MAX_TENSORS],
-    counts: [i64; MAX_PIECES],
-    first_blocks: [i32; MAX_PIECES],
-    chunk: i64,
-    pieces: i32,
-}
-
 /// A launch over pieces.
 pub(crate) struct PiecesLaunch {
     pub(crate) pieces: Box<Pieces>,
@@ -142,7 +129,7 @@ pub(crate) fn launches(pieces: &[Piece], most_blocks: usize) -> Result<Vec<Piece
                 table.addresses[tensor][index] = address;
             }
             table.counts[index] = piece.count as i64;
-            table.first_blocks[index] = super::argument::to_int(blocks)?;
+            table.first_blocks[index] = to_int(blocks)?;
             blocks += piece.count.div_ceil(chunk);
         }
         launches.push(PiecesLaunch {

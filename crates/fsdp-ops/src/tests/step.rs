@@ -4,7 +4,8 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::host::with_kernels;
 use crate::step::{
-    Part, Rule, Update, can_write, has_kernels, join, scale, statistics, update, write,
+    Factor, Part, Rule, Update, can_write, clipping, has_kernels, join, scale, statistics, update,
+    write,
 };
 
 /// Lengths with every kind of tail, and one of more than a block's chunk.
@@ -278,7 +279,14 @@ fn every_rule_steps_all_parameters_as_its_formula_says() {
                     updates.push(one);
                     expected.push((params, states));
                 }
-                update(&rule, 0.5, &updates).unwrap();
+                // The factor is 0.5, known or made by clipping.
+                let factor = if state_count == 1 {
+                    Factor::Known(0.5)
+                } else {
+                    let norm = Tensor::new(&[4f64, 2.0], &Device::Cpu).unwrap();
+                    Factor::Clipped(clipping(&norm, false, 1.0, 1.0).unwrap())
+                };
+                update(&rule, &factor, &updates).unwrap();
                 for (one, (params, states)) in updates.iter().zip(expected) {
                     let what = format!("{rule:?} in {dtype:?}");
                     // Divisions by small square roots amplify the rounding of the state.
@@ -288,6 +296,46 @@ fn every_rule_steps_all_parameters_as_its_formula_says() {
                         assert_close(&what, &values(found), &expected, tolerance);
                     }
                 }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_step_whose_gradients_are_not_finite_changes_nothing() {
+    with_kernels(|| {
+        for (statistics, by_largest, norm, is_skipped) in [
+            ([9.0, 2.0], false, 1.5, false),
+            ([9.0, 2.0], true, 1.0, false),
+            ([f64::INFINITY, f64::INFINITY], true, f64::INFINITY, true),
+            ([f64::NAN, 2.0], true, f64::NAN, true),
+        ] {
+            let statistics = Tensor::new(&statistics, &Device::Cpu).unwrap();
+            let decided = clipping(&statistics, by_largest, 100.0, 0.5).unwrap();
+            let found = values(&decided)[0];
+            assert!(
+                found == norm || (found.is_nan() && norm.is_nan()),
+                "{found}"
+            );
+            for (rule, state_count) in rules() {
+                let one = Update {
+                    param: wave(9, 0, DType::F32),
+                    grad: wave(9, 1, DType::F32),
+                    state: (0..state_count)
+                        .map(|kind| wave(9, 2 + kind, DType::F32))
+                        .collect(),
+                };
+                let all = |one: &Update| -> Vec<Vec<f64>> {
+                    [&one.param]
+                        .into_iter()
+                        .chain(&one.state)
+                        .map(values)
+                        .collect()
+                };
+                let before = all(&one);
+                let factor = Factor::Clipped(decided.clone());
+                update(&rule, &factor, std::slice::from_ref(&one)).unwrap();
+                assert_eq!(all(&one) == before, is_skipped, "{rule:?}");
             }
         }
     });
@@ -305,9 +353,10 @@ fn tensors_that_no_kernel_reads_are_refused() {
             state: vec![wave(5, 2, DType::F32)],
         };
         let rule = rules()[1].0;
-        assert!(update(&rule, 1.0, std::slice::from_ref(&one)).is_err());
+        let factor = Factor::Known(1.0);
+        assert!(update(&rule, &factor, std::slice::from_ref(&one)).is_err());
         one.state = vec![wave(4, 2, DType::BF16)];
-        assert!(update(&rule, 1.0, &[one]).is_err());
+        assert!(update(&rule, &factor, &[one]).is_err());
         let pair = (wave(4, 0, DType::F16), Some(wave(4, 1, DType::BF16)));
         assert!(write(&[pair], false).is_err());
     });
