@@ -71,6 +71,9 @@ enum Task {
     },
     /// The tests that need GPUs, on the GPUs of this machine; without one they are skipped.
     Gpu(gpu::GpuArguments),
+    /// The registers, spills and shared memory of the CUDA kernels, against a table; without `nvcc`
+    /// they are not compared.
+    Kernels(kernels::KernelsArguments),
     /// All benches, beside the limits of the machine and, if asked for, beside PyTorch.
     Bench(Box<bench::BenchArguments>),
     /// The conformance suite under `mpirun`, where an MPI is installed.
@@ -178,6 +181,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Wheel(arguments) => wheel::build(root, &arguments),
         Task::Fuzz { seconds } => fuzz::fuzz(root, seconds),
         Task::Gpu(arguments) => gpu::run(root, &arguments),
+        Task::Kernels(arguments) => kernels::compare(root, &arguments),
         Task::Bench(arguments) => bench::run(root, &arguments),
         Task::Mpi { train } => mpi::run(root, train),
         Task::Simulate {

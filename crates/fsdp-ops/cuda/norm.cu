@@ -209,12 +209,6 @@ DEVICE void norm_backward_at_once(std::bool_constant<CENTER>, const T* x, const 
         BY_PACKS(packs_fit(width, x, weight, grad, dx), norm_backward, T, Centered(), x, weight,   \
                  grad, means, factors, dx, rows, width);                                           \
     }                                                                                              \
-    BOUNDED_KERNEL((256), layer_norm_backward_at_once_##T, const T* x, const T* weight,            \
-                   const T* grad, const float* means, const float* factors, T* dx, float* dweight, \
-                   float* dbias, int64_t rows, int width) {                                        \
-        BY_PACKS(packs_fit(width, x, weight, grad, dx), norm_backward_at_once, T, Centered(), x,   \
-                 weight, grad, means, factors, dx, dweight, dbias, rows, width);                   \
-    }                                                                                              \
     BOUNDED_KERNEL((256), rms_norm_backward_at_once_##T, const T* x, const T* weight,              \
                    const T* grad, const float* factors, T* dx, float* dweight, int64_t rows,       \
                    int width) {                                                                    \
@@ -242,3 +236,11 @@ DEVICE void norm_backward_at_once(std::bool_constant<CENTER>, const T* x, const 
                  factors, dweight, dweight, rows, width);                                          \
     }
 FOR_FLOATS(NORM)
+
+// For half types the two kernels of layer norm are faster.
+BOUNDED_KERNEL((256), layer_norm_backward_at_once_f32, const float* x, const float* weight,
+               const float* grad, const float* means, const float* factors, float* dx,
+               float* dweight, float* dbias, int64_t rows, int width) {
+    BY_PACKS(packs_fit(width, x, weight, grad, dx), norm_backward_at_once, f32, Centered(), x,
+             weight, grad, means, factors, dx, dweight, dbias, rows, width);
+}

@@ -233,7 +233,8 @@ impl<const N: usize> Operation<N> for Norm {
             _ => vec![Argument::Read(&factors)],
         };
         let dx = runner.allocate(x.dtype, x.len())?;
-        let sizes = [Argument::Long(rows), Argument::Int(width)];
+        // Of layer norm in half types the two kernels are faster than the one, though they read
+        // everything twice.
         let at_once =
             grid_at_once(rows, width, x.dtype).filter(|_| N == 2 || x.dtype == DType::F32);
         let parts = match at_once {
@@ -244,42 +245,27 @@ impl<const N: usize> Operation<N> for Norm {
         for _ in 1..N {
             partials.push(runner.allocate(DType::F32, parts * width)?);
         }
-        let write_partials = partials.iter().map(Argument::Write);
-        let [read_x, read_weight, read_grad] = [
-            Argument::Read(x),
-            Argument::Read(&inputs[1]),
-            Argument::Read(&grad),
-        ];
-        match at_once {
-            Some(grid) => {
-                let mut arguments = vec![read_x, read_weight, read_grad];
-                arguments.extend(of_rows);
-                arguments.push(Argument::Write(&dx));
-                arguments.extend(write_partials);
-                arguments.extend(sizes);
-                let names = ["rms_norm_backward_at_once", "layer_norm_backward_at_once"];
-                runner.launch(kernel::<N>(names, x.dtype), grid, &arguments)?;
-            }
-            None => {
-                let mut arguments = vec![read_x, read_weight, read_grad];
-                arguments.extend(&of_rows);
-                arguments.push(Argument::Write(&dx));
-                arguments.extend(sizes);
-                runner.launch(
-                    kernel::<N>(["rms_norm_backward", "layer_norm_backward"], x.dtype),
-                    Grid::rows(rows, width, x.dtype),
-                    &arguments,
-                )?;
-                let mut arguments = vec![read_x, read_grad];
-                arguments.extend(of_rows);
-                arguments.extend(write_partials);
-                arguments.extend(sizes);
-                runner.launch(
-                    kernel::<N>(["rms_norm_columns", "layer_norm_columns"], x.dtype),
-                    Grid::columns(rows, width, x.dtype),
-                    &arguments,
-                )?;
-            }
+        let read = [x, &inputs[1], &grad].map(Argument::Read);
+        let write_dx = [Argument::Write(&dx)];
+        let write_sums: Vec<_> = partials.iter().map(Argument::Write).collect();
+        let sizes = [Argument::Long(rows), Argument::Int(width)];
+        if let Some(grid) = at_once {
+            let names = ["rms_norm_backward_at_once", "layer_norm_backward_at_once"];
+            let arguments = [&read[..], &of_rows, &write_dx, &write_sums, &sizes];
+            runner.launch(kernel::<N>(names, x.dtype), grid, &arguments.concat())?;
+        } else {
+            let arguments = [&read[..], &of_rows, &write_dx, &sizes];
+            runner.launch(
+                kernel::<N>(["rms_norm_backward", "layer_norm_backward"], x.dtype),
+                Grid::rows(rows, width, x.dtype),
+                &arguments.concat(),
+            )?;
+            let arguments_for_sums = [&[read[0], read[2]][..], &of_rows, &write_sums, &sizes];
+            runner.launch(
+                kernel::<N>(["rms_norm_columns", "layer_norm_columns"], x.dtype),
+                Grid::columns(rows, width, x.dtype),
+                &arguments_for_sums.concat(),
+            )?;
         }
         let mut gradients = vec![dx];
         for partials in partials {

@@ -286,3 +286,123 @@ fn results_have_the_same_bits_every_time() {
     };
     assert_eq!(once(), once());
 }
+
+/// Runs tests as on a GPU that is older than the kernels, where operations are composed of
+/// candle's. Only the stand-in can be such a GPU.
+#[test]
+fn older_gpus_compute_the_same() {
+    let tests = [
+        "attention_is_that_of_the_cpu",
+        "cross_entropy_is_that_of_the_cpu",
+        "layers_are_those_of_the_cpu",
+        "rotations_are_those_of_the_cpu",
+        "strided_tensors_are_those_of_the_cpu",
+    ];
+    let program = std::env::current_exe().unwrap();
+    let status = std::process::Command::new(program)
+        .args(tests)
+        .args(["--exact", "--test-threads=1"])
+        .env("CUDA_STAND_IN_CAPABILITY", "75")
+        .status();
+    assert!(status.unwrap().success());
+}
+
+/// How often something has happened on the stand-in for a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Counts {
+    kernels: u64,
+    copies: u64,
+    waits: u64,
+}
+
+/// Returns the counts so far; `None` on a real GPU, which does not count.
+#[expect(unsafe_code, reason = "a function that only the stand-in has")]
+fn counts() -> Option<Counts> {
+    let mut counts = [0; 7];
+    // SAFETY: the function has this type in the stand-in.
+    unsafe {
+        let driver = libloading::Library::new("libcuda.so.1").unwrap();
+        let count = driver
+            .get::<unsafe extern "C" fn(*mut [u64; 7]) -> u32>(b"cudaStandInEvents\0")
+            .ok()?;
+        assert_eq!(count(&mut counts), 0);
+    }
+    let [kernels, _, _, _, to_gpu, to_host, waits] = counts;
+    Some(Counts {
+        kernels,
+        copies: to_gpu + to_host,
+        waits,
+    })
+}
+
+/// Counts the launches, the copies and the waits of an operation: of its forward, and of its
+/// backward.
+fn counted(operation: &Operation, inputs: &[Tensor]) -> Option<[Counts; 2]> {
+    let vars: Vec<Var> = inputs
+        .iter()
+        .map(|x| Var::from_tensor(x).unwrap())
+        .collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let start = counts()?;
+    let output = operation(&tensors).unwrap();
+    let middle = counts()?;
+    output.backward().unwrap();
+    let end = counts()?;
+    let difference = |after: Counts, before: Counts| Counts {
+        kernels: after.kernels - before.kernels,
+        copies: after.copies - before.copies,
+        waits: after.waits - before.waits,
+    };
+    Some([difference(middle, start), difference(end, middle)])
+}
+
+/// The launches beside matrix products. Of a backward, candle's own are one for the first gradient
+/// and one that adds for each input.
+#[test]
+fn an_operation_is_few_launches_without_copies_or_waits() {
+    // Other tests would be counted too.
+    if std::env::var_os("COUNTED_ALONE").is_none() {
+        let program = std::env::current_exe().unwrap();
+        let status = std::process::Command::new(program)
+            .args([
+                "an_operation_is_few_launches_without_copies_or_waits",
+                "--exact",
+            ])
+            .env("COUNTED_ALONE", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let gpu = Device::new_cuda(0).unwrap();
+    let ones = |shape: &[usize]| Tensor::ones(shape, DType::BF16, &gpu).unwrap();
+    let case = |name, shapes: &[&[usize]], operation: &Operation, kernels: [u64; 2]| {
+        let inputs: Vec<Tensor> = shapes.iter().map(|shape| ones(shape)).collect();
+        let Some(found) = counted(operation, &inputs) else {
+            return;
+        };
+        let candles = 1 + inputs.len() as u64;
+        let expected = [kernels[0], kernels[1] + candles].map(|kernels| Counts {
+            kernels,
+            copies: 0,
+            waits: 0,
+        });
+        assert_eq!(found, expected, "{name}");
+    };
+    let (x, norm, layer) = (&[6, 40][..], &[40][..], &[24, 40][..]);
+    case("softmax", &[x], &|x| softmax_last_dim(&x[0]), [1, 1]);
+    let layer_norm = |x: &[Tensor]| layer_norm(&x[0], &x[1], &x[2], 1e-5);
+    case("layer_norm", &[x, norm, norm], &layer_norm, [1, 4]);
+    let rms_norm = |x: &[Tensor]| rms_norm(&x[0], &x[1], 1e-5);
+    case("rms_norm", &[x, norm], &rms_norm, [1, 2]);
+    let linear = |x: &[Tensor]| linear(&x[0], &x[1], Some(&x[2]));
+    case("linear", &[x, layer, &[24]], &linear, [1, 2]);
+    let linear_gelu = |x: &[Tensor]| linear_gelu_erf(&x[0], &x[1], &x[2]);
+    case("linear_gelu_erf", &[x, layer, &[24]], &linear_gelu, [1, 2]);
+    let attention = |x: &[Tensor]| packed_attention(&x[0], 2, true);
+    case("packed_attention", &[&[2, 6, 48]], &attention, [1, 3]);
+    let cross_entropy = |x: &[Tensor]| {
+        let targets = Tensor::zeros(x[0].dim(0)?, DType::U32, x[0].device())?;
+        cross_entropy(&x[0], &targets)
+    };
+    case("cross_entropy", &[x], &cross_entropy, [2, 1]);
+}

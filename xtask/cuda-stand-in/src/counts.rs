@@ -48,6 +48,15 @@ pub(crate) fn count(counted: Counted) {
     COUNTS[counted as usize].fetch_add(1, Ordering::Relaxed);
 }
 
+/// Returns all counts, and the number of waits of the host.
+pub(crate) fn all() -> [u64; NAMES.len() + 1] {
+    let mut all = [machine::host_waits(); NAMES.len() + 1];
+    for (number, count) in all.iter_mut().zip(&COUNTS) {
+        *number = count.load(Ordering::Relaxed);
+    }
+    all
+}
+
 unsafe extern "C" {
     /// Lets a function be called when the process ends.
     fn atexit(function: extern "C" fn()) -> c_int;

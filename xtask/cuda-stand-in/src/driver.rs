@@ -536,3 +536,11 @@ unsafe extern "C" fn cudaStandInCounts(counts: *mut [u64; 5]) -> Code {
     // SAFETY: the caller's pointer.
     answer(unsafe { give(counts, all) })
 }
+
+/// Tells how often each of [`Counted`] has happened, and how often the host has waited for a GPU.
+/// CUDA has no such function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cudaStandInEvents(counts: *mut [u64; 7]) -> Code {
+    // SAFETY: the caller's pointer.
+    answer(unsafe { give(counts, counts::all()) })
+}

@@ -72,7 +72,7 @@ pub(crate) struct LibraryKernel {
     bind: Bind,
     launch: Launch,
     shared_bytes: AtomicUsize,
-    /// What holds the functions.
+    /// The functions live as long as it.
     _library: Arc<Library>,
 }
 

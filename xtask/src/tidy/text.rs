@@ -56,6 +56,7 @@ const UNSAFE: &[&str] = &[
     // Reads what the stand-in has counted.
     "crates/fsdp-checkpoint/tests/gpu.rs",
     "crates/fsdp-comm/tests/nccl.rs",
+    "crates/fsdp-ops/tests/cuda.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",
