@@ -21,7 +21,7 @@ use fsdp_layout::DType;
 use crate::ballot::Ballot;
 use crate::error::CommError;
 #[cfg(feature = "nccl")]
-use crate::record::Call;
+use crate::record::{Call, Fault};
 #[cfg(feature = "nccl")]
 use crate::reduce::ReduceOp;
 
@@ -112,6 +112,25 @@ pub(crate) trait DeviceTransfer {
         movement: &Movement,
         stream: &CudaStream,
     ) -> Result<Arc<dyn QueuedTransfer>, CommError>;
+
+    /// Records that this rank has left out the agreement on a call, which all ranks expect. If
+    /// another rank asks for it, this one makes up for it.
+    fn leave_out(&self, round: &Round<'_>, call: &Call);
+
+    /// Forgets the agreements that were left out: all ranks have made those calls.
+    fn forget_left_out(&self);
+
+    /// Agrees on a call with ranks that may have left out the agreement. `fault` is the error of
+    /// this rank, if it has one.
+    ///
+    /// # Errors
+    /// Ranks that make another call, or have a fault; a rank that is missing at the deadline.
+    fn agree_late(
+        &self,
+        round: &Round<'_>,
+        call: &Call,
+        fault: Option<&Fault>,
+    ) -> Result<(), CommError>;
 }
 
 /// A transfer that is queued on a GPU. To drop this changes nothing.

@@ -68,6 +68,12 @@ impl Ballot {
         !self.differs && self.failed_rank == NO_RANK
     }
 
+    /// Returns the hash of what must be the same on all ranks.
+    #[cfg(feature = "nccl")]
+    pub(crate) const fn hash(self) -> u128 {
+        self.hash
+    }
+
     /// Returns the ballot as other ranks read it.
     pub(crate) fn to_bytes(self) -> [u8; BALLOT_BYTES] {
         let mut bytes = [0; BALLOT_BYTES];

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use crate::backend::{Backend, Members, Plan, Round, Tally, Vote};
 use crate::ballot::{Ballot, NO_RANK};
 use crate::blame;
+#[cfg(feature = "nccl")]
+use crate::call_order::{CallOrder, Expectation};
 use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Attachment, Call, Fault, Operation, Record};
@@ -55,6 +57,9 @@ struct Progress {
     rounds: u64,
     /// The error that ended the group, if one has.
     failure: Option<CommError>,
+    /// The calls of this step.
+    #[cfg(feature = "nccl")]
+    calls: CallOrder,
     /// The numbers of the groups to which this one was shrunk.
     shrunk: HashSet<u64>,
 }
@@ -281,16 +286,21 @@ impl ProcessGroup {
             call,
             timeout,
             deadline: deadline_after(timeout),
+            #[cfg(feature = "nccl")]
+            agreement: Agreement::Due,
         };
         if let Err(error) = arguments {
             // Wrong arguments may be of any size, and need not match.
             turn.call.sizes.clear();
+            let fault = Fault::new(&error);
             // The caller gets the error of its own arguments, also if the round fails in another
             // way.
-            turn.round(Some(Fault::new(&error)), Vec::new(), &[], |_| Ok(None))
+            turn.follow_order(Some(&fault))
+                .and_then(|()| turn.round(Some(fault), Vec::new(), &[], |_| Ok(None)))
                 .ok();
             return Err(error);
         }
+        turn.follow_order(None)?;
         Ok(turn)
     }
 }
@@ -302,6 +312,21 @@ pub(crate) struct Turn<'g> {
     pub(crate) call: Call,
     timeout: Duration,
     deadline: Instant,
+    /// Whether the ranks have to agree on the call yet.
+    #[cfg(feature = "nccl")]
+    agreement: Agreement,
+}
+
+/// The state of the agreement on a call on GPU memory.
+#[cfg(feature = "nccl")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Agreement {
+    /// The ranks have to agree on it.
+    Due,
+    /// All ranks expect the call.
+    LeftOut,
+    /// The ranks have agreed on it when they left the order of the step before.
+    Done,
 }
 
 impl Turn<'_> {
@@ -435,11 +460,7 @@ impl Turn<'_> {
             attachment: &encoded,
         };
         self.vote(1, &vote, encoded.len(), &[], |tally| {
-            let records: Vec<Record> = (tally.attachments.iter())
-                .map(|bytes| wire::decode(bytes))
-                .collect::<Result<_, _>>()
-                .map_err(|message| CommError::object(name, "decode", message))?;
-            Err(difference_error(&records, self.group.global_ranks()))
+            Err(difference_error(tally, name, self.group.global_ranks()))
         })
     }
 
@@ -485,17 +506,85 @@ impl ProcessGroup {
     }
 }
 
+#[cfg(not(feature = "nccl"))]
+impl Turn<'_> {
+    /// Does nothing: without calls on GPU memory no order is known.
+    #[expect(clippy::unnecessary_wraps, reason = "it can fail with GPUs")]
+    const fn follow_order(&mut self, _fault: Option<&Fault>) -> Result<(), CommError> {
+        Ok(())
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl ProcessGroup {
+    /// Returns a hash of the calls of this step so far.
+    pub(crate) fn calls_hash(&self) -> Result<u64, CommError> {
+        let hash = lock(&self.shared.progress).calls.hash();
+        hash.map_err(|message| CommError::object("calls_hash", "encode", message))
+    }
+
+    /// Begins a step: see [`DeviceGroup::begin_step`](crate::device::DeviceGroup::begin_step).
+    pub(crate) fn begin_step(&self, is_same: bool) {
+        lock(&self.shared.progress).calls.begin_step(is_same);
+        if let Some(device) = self.device_transfer() {
+            device.forget_left_out();
+        }
+    }
+}
+
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Queues a transfer of GPU memory, after all ranks have agreed on the call. `moved_bytes` is
-    /// the number of bytes to and from other ranks.
+    /// Records the call among those of the step. If all ranks expect another one, all of them vote
+    /// on whether they leave the order here. `fault` is the error of this rank, if it has one.
+    ///
+    /// # Errors
+    /// Other ranks have not left the order; a fault of any rank.
+    fn follow_order(&mut self, fault: Option<&Fault>) -> Result<(), CommError> {
+        let recorded = self.progress.calls.record(&self.call);
+        let expectation =
+            recorded.map_err(|message| CommError::object(self.call.name(), "encode", message))?;
+        let Some(device) = self.group.device_transfer() else {
+            return Ok(());
+        };
+        match (expectation, fault) {
+            (Expectation::Unknown, _) => return Ok(()),
+            (Expectation::Expected, None) => {
+                // Only calls on GPU memory leave the agreement out.
+                if self.call.on_device {
+                    self.agreement = Agreement::LeftOut;
+                }
+                return Ok(());
+            }
+            (Expectation::Expected, Some(_)) | (Expectation::Left, _) => {}
+        }
+        self.progress.rounds += 1;
+        // Ranks that follow the order are in no round: the vote reaches those that make up for it.
+        let outcome = device.agree_late(&self.current_round(), &self.call, fault);
+        self.agreement = Agreement::Done;
+        self.end_round(outcome)
+    }
+
+    /// Queues a transfer of GPU memory, after all ranks have agreed on the call, unless all of them
+    /// expect it. `moved_bytes` is the number of bytes to and from other ranks.
     pub(crate) fn transfer<R>(
         &mut self,
         moved_bytes: (usize, usize),
         queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
     ) -> Result<R, CommError> {
-        self.synchronize()?;
+        match self.agreement {
+            Agreement::Due => self.synchronize()?,
+            Agreement::LeftOut => self.leave_out_agreement(),
+            Agreement::Done => {}
+        }
         self.queue(moved_bytes, queue)
+    }
+
+    /// Goes on to the round of a call that all ranks expect, without an agreement.
+    fn leave_out_agreement(&mut self) {
+        self.progress.rounds += 1;
+        let device = self.group.device_transfer();
+        let device = device.expect("only a group that moves GPU memory has an order");
+        device.leave_out(&self.current_round(), &self.call);
     }
 
     /// Queues a transfer of GPU memory in the current round.
@@ -510,9 +599,14 @@ impl Turn<'_> {
     }
 }
 
-/// Returns the error of ranks that are not unanimous, given the records of all. A fault of any rank
-/// is the error of all; otherwise their calls differ.
-fn difference_error(records: &[Record], ranks: &[usize]) -> CommError {
+/// Returns the error of ranks that are not unanimous. The attachments in `tally` are the records of
+/// all. A fault of any rank is the error of all; otherwise their calls differ.
+pub(crate) fn difference_error(tally: &Tally, operation: &str, ranks: &[usize]) -> CommError {
+    let decoded = tally.attachments.iter().map(|bytes| wire::decode(bytes));
+    let records: Vec<Record> = match decoded.collect() {
+        Ok(records) => records,
+        Err(message) => return CommError::object(operation, "decode", message),
+    };
     let first_call = &records[0].call;
     let mut failures = Vec::new();
     for (record, &rank) in records.iter().zip(ranks) {

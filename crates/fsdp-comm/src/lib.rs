@@ -45,6 +45,8 @@ mod ballot;
 mod blame;
 mod blocking;
 mod buffer;
+#[cfg(feature = "nccl")]
+mod call_order;
 mod collectives;
 mod deadline;
 #[cfg(feature = "nccl")]

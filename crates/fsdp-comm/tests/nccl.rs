@@ -84,6 +84,11 @@ fn rank_process() {
         "until a rank is lost in a reduction" => {
             return until_queued_fails(&group, Queued::Reduction);
         }
+        "an expected order" => return expected_order(&group),
+        "an order that all leave" => return order_that_all_leave(&group),
+        "an order that one leaves" => return order_that_one_leaves(&group),
+        "an order in which one is wrong" => return order_in_which_one_is_wrong(&group),
+        "an order in which one is late" => return order_in_which_one_is_late(&group),
         "queued" => return queued(group),
         "computation before" => return computation_before(&group),
         _ => {}
@@ -204,6 +209,31 @@ fn a_rank_that_dies_within_a_queued_reduction_is_named() {
 #[test]
 fn a_rank_that_stops_within_a_queued_reduction_is_named() {
     lose_the_last_rank_of_a_queue("until a rank is lost in a reduction", Signal::STOP);
+}
+
+#[test]
+fn calls_that_all_ranks_expect_take_no_agreement() {
+    Ranks::start(ranks(), "an expected order", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn an_order_that_all_ranks_leave_is_agreed_on_anew() {
+    Ranks::start(ranks(), "an order that all leave", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn a_rank_that_leaves_the_order_alone_is_named_with_its_call() {
+    Ranks::start(ranks(), "an order that one leaves", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn a_rank_that_is_wrong_in_an_expected_call_is_named_with_its_error() {
+    Ranks::start(ranks(), "an order in which one is wrong", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn a_rank_that_does_not_make_an_expected_call_is_named_at_the_deadline() {
+    Ranks::start(ranks(), "an order in which one is late", &[]).assert_casualties(&[]);
 }
 
 #[test]
@@ -366,6 +396,137 @@ fn until_queued_fails(group: &ProcessGroup, kind: Queued) {
     // The memory is free for other things.
     stream.memset_zeros(&mut small).unwrap();
     assert_eq!(stream.clone_dtoh(&small).unwrap(), [0.0; 1000]);
+}
+
+/// Adds up a number of each rank `calls` times, in GPU memory of `numel` elements, and returns the
+/// sum.
+fn sums(group: &ProcessGroup, numel: usize, calls: usize) -> Result<f32, CommError> {
+    let (stream, device) = (stream(group), group.device().unwrap());
+    let mut sum = 0.0;
+    for _ in 0..calls {
+        let mut memory = stream.clone_htod(&vec![1f32; numel]).unwrap();
+        let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
+        device.all_reduce(&mut buffer, ReduceOp::Sum)?.wait()?;
+        drop(buffer);
+        sum += stream.clone_dtoh(&memory).unwrap()[0];
+    }
+    Ok(sum)
+}
+
+/// Lets all ranks expect three calls of 1000 elements.
+fn expect_three_calls(group: &ProcessGroup) {
+    let device = group.device().unwrap();
+    device.begin_step(false);
+    sums(group, 1000, 3).unwrap();
+    let hash = device.calls_hash().unwrap();
+    let hashes = group.all_gather_object(&hash).unwrap();
+    assert!(hashes.iter().all(|other| *other == hash));
+    device.begin_step(true);
+}
+
+/// Checks that expected calls send nothing between hosts, and that others do.
+fn expected_order(group: &ProcessGroup) {
+    let ranks = group.world_size() as f32;
+    let control_bytes = || group.traffic().control_bytes_sent;
+    expect_three_calls(group);
+    let before = control_bytes();
+    assert_eq!(sums(group, 1000, 3), Ok(3.0 * ranks));
+    assert_eq!(control_bytes(), before);
+    // What comes behind the expected calls is agreed on.
+    assert_eq!(sums(group, 1000, 1), Ok(ranks));
+    group.barrier().unwrap();
+    assert!(ranks == 1.0 || control_bytes() > before);
+}
+
+/// Leaves the expected order on all ranks, for a while on purpose.
+fn order_that_all_leave(group: &ProcessGroup) {
+    let ranks = group.world_size() as f32;
+    for _ in 0..3 {
+        expect_three_calls(group);
+        assert_eq!(sums(group, 1000, 2), Ok(2.0 * ranks));
+        // Ranks come at different times.
+        std::thread::sleep(std::time::Duration::from_millis(20 * group.rank() as u64));
+        assert_eq!(sums(group, 7, 2), Ok(2.0 * ranks));
+        group.barrier().unwrap();
+        assert_eq!(sums(group, 1000, 1), Ok(ranks));
+    }
+    // An operation on the host leaves the order too.
+    expect_three_calls(group);
+    assert_eq!(sums(group, 1000, 1), Ok(ranks));
+    group.barrier().unwrap();
+    assert_eq!(sums(group, 1000, 3), Ok(3.0 * ranks));
+}
+
+/// Lets the last rank leave the expected order alone: every rank gets the error that tells who made
+/// which call.
+fn order_that_one_leaves(group: &ProcessGroup) {
+    if group.world_size() == 1 {
+        return;
+    }
+    expect_three_calls(group);
+    let last = group.world_size() - 1;
+    sums(group, 1000, 1).unwrap();
+    let numel = if group.rank() == last { 77 } else { 1000 };
+    let error = sums(group, numel, 1).unwrap_err();
+    let CommError::Mismatch { calls, .. } = &error else {
+        panic!("{error:?}");
+    };
+    let of_last = calls.iter().find(|call| call.ranks == [last]).unwrap();
+    assert!(of_last.call.contains("of 77 float32"), "{error}");
+    assert_eq!(calls.len(), 2, "{error}");
+    assert_eq!(group.barrier(), Err(error));
+}
+
+/// Lets the last rank make an expected call with arguments that do not fit.
+fn order_in_which_one_is_wrong(group: &ProcessGroup) {
+    if group.world_size() == 1 {
+        return;
+    }
+    let (stream, device) = (stream(group), group.device().unwrap());
+    let (rank, last) = (group.rank(), group.world_size() - 1);
+    let gather = |numel: usize| {
+        let input = stream.clone_htod(&[1f32; 8]).unwrap();
+        let mut output = stream.clone_htod(&vec![0f32; numel]).unwrap();
+        let mut output = DeviceSliceMut::new(&mut output, &stream);
+        device
+            .all_gather_into(&mut output, &DeviceSlice::new(&input, &stream))?
+            .wait()
+    };
+    device.begin_step(false);
+    gather(8 * group.world_size()).unwrap();
+    group.barrier().unwrap();
+    device.begin_step(true);
+    let error = gather(if rank == last {
+        3
+    } else {
+        8 * group.world_size()
+    })
+    .unwrap_err();
+    match &error {
+        CommError::InvalidArgument { .. } => assert_eq!(rank, last),
+        CommError::RankFailed { failures, .. } => assert_eq!(failures[0].rank, last),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Lets the last rank make no further call, while the others make expected ones.
+fn order_in_which_one_is_late(group: &ProcessGroup) {
+    if group.world_size() == 1 {
+        return;
+    }
+    expect_three_calls(group);
+    let group = group.with_deadline(SHORT_DEADLINE);
+    let last = group.world_size() - 1;
+    sums(&group, 1000, 1).unwrap();
+    if group.rank() == last {
+        std::thread::sleep(SHORT_DEADLINE + std::time::Duration::from_secs(3));
+        return;
+    }
+    let error = sums(&group, 1000, 1).unwrap_err();
+    assert!(
+        matches!(&error, CommError::Timeout { missing, .. } if *missing == [last]),
+        "{error:?}"
+    );
 }
 
 /// Queues operations, and uses their results without waiting on the host.

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaEvent, CudaStream};
 
+use super::late::LeftOut;
 use super::library::{NcclCommunicator, SplitPlace};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
 use crate::backend::{Movement, QueuedTransfer, Round};
@@ -30,11 +31,6 @@ pub(super) const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) round: OwnedRound,
-    /// The call that the ranks compare.
-    #[expect(
-        dead_code,
-        reason = "ranks will compare calls after they have been queued, too"
-    )]
     pub(super) call: Call,
     /// The point behind the work that the operation waits for.
     pub(super) input: CudaEvent,
@@ -48,7 +44,8 @@ pub(super) struct Operation {
 pub(super) enum Next {
     /// Look after this operation.
     Watch(Arc<Operation>),
-    /// Wait for a thread that is queueing an operation.
+    /// Wait for a thread that is queueing an operation, or for a rank that asks for an agreement
+    /// which was left out.
     Wait,
     /// Leave the other ranks, as no more operations will come.
     Leave,
@@ -75,6 +72,7 @@ struct State {
     pending: VecDeque<Arc<Operation>>,
     /// The operation that a thread is queueing, and the time by which NCCL must have returned.
     queueing: Option<(String, Instant)>,
+    left_out: LeftOut,
     failure: Option<CommError>,
     /// `true` once NCCL has ended the operations of a communicator that has failed, and begins no
     /// more.
@@ -336,11 +334,19 @@ impl Communicator {
             if state.is_closed {
                 return Next::Leave;
             }
+            if !state.left_out.is_empty() {
+                return Next::Wait;
+            }
             state = self
                 .changed
                 .wait(state)
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
         }
+    }
+
+    /// Calls `use_them` with the calls whose agreements were left out.
+    pub(super) fn with_left_out<R>(&self, use_them: impl FnOnce(&mut LeftOut) -> R) -> R {
+        use_them(&mut self.state().left_out)
     }
 
     /// Waits a little, or until something has changed.

@@ -6,6 +6,7 @@
 //! [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
 mod communicator;
+mod late;
 #[expect(unsafe_code, reason = "calls of a C library")]
 pub(crate) mod library;
 mod watch;
@@ -17,6 +18,7 @@ use std::time::Duration;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
+use self::late::LeftOut;
 use self::library::{SplitPlace, UniqueId};
 use self::watch::Watch;
 use self::watcher::{Origin, WatchedCommunicator};
@@ -29,7 +31,7 @@ use crate::deadline::deadline_after;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
-use crate::record::Call;
+use crate::record::{Call, Fault};
 use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
@@ -166,6 +168,24 @@ impl DeviceTransfer for NcclBackend {
     ) -> Result<Arc<dyn QueuedTransfer>, CommError> {
         self.communicator
             .queue(call, movement, stream, &self.watch(round))
+    }
+
+    fn leave_out(&self, round: &Round<'_>, call: &Call) {
+        self.communicator
+            .with_left_out(|left_out| left_out.add(round, call));
+    }
+
+    fn forget_left_out(&self) {
+        self.communicator.with_left_out(LeftOut::clear);
+    }
+
+    fn agree_late(
+        &self,
+        round: &Round<'_>,
+        call: &Call,
+        fault: Option<&Fault>,
+    ) -> Result<(), CommError> {
+        late::agree(&self.control, round, call, fault)
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::CudaContext;
 
 use super::communicator::{Communicator, FINALIZE_TIMEOUT, Next, Operation, abort_process};
+use super::late::{self, LeftOut};
 use super::library::{NcclCommunicator, SplitPlace, UniqueId};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
 use crate::backend::{Backend as _, Members, Movement, QueuedTransfer, Round};
@@ -30,6 +31,10 @@ pub(super) enum Origin {
     /// It was split from another.
     Split(NcclCommunicator),
 }
+
+/// The time before the deadline of an operation at which ranks make up for its agreement, or half of
+/// the time that it may take if that is shorter.
+const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 
 /// A communicator and its watcher.
 #[derive(Debug)]
@@ -100,6 +105,11 @@ impl WatchedCommunicator {
         self.communicator.split(place, watch)
     }
 
+    /// Calls `use_them` with the calls whose agreements were left out.
+    pub(super) fn with_left_out<R>(&self, use_them: impl FnOnce(&mut LeftOut) -> R) -> R {
+        self.communicator.with_left_out(use_them)
+    }
+
     /// Returns the error that has ended the communicator.
     pub(super) fn failure(&self) -> Option<CommError> {
         self.communicator.failure()
@@ -165,6 +175,7 @@ fn try_join(ordinal: usize, origin: Origin, watch: &Watch<'_>) -> Result<Communi
 fn watch(communicator: &Communicator, control: &Arc<TcpBackend>) {
     let mut progress = Progress::default();
     loop {
+        answer(communicator, control);
         match communicator.next() {
             Next::Watch(operation) => match progress.look_at(&operation, communicator, control) {
                 Ok(true) => {
@@ -181,6 +192,28 @@ fn watch(communicator: &Communicator, control: &Arc<TcpBackend>) {
             Next::Leave => return leave(communicator),
             Next::Abort => return abort(communicator),
         }
+    }
+}
+
+/// Makes up for an agreement that was left out, if another rank asks for it. The communicator fails
+/// if the ranks do not agree.
+fn answer(communicator: &Communicator, control: &Arc<TcpBackend>) {
+    let Some(last_number) = communicator.with_left_out(|left_out| left_out.last_number()) else {
+        return;
+    };
+    let Some(awaited) = control.awaited_round(last_number) else {
+        return;
+    };
+    let Some((owned_round, call)) = communicator.with_left_out(|left_out| left_out.find(awaited))
+    else {
+        return;
+    };
+    let mut round = owned_round.get();
+    // The deadline of the call may have passed long ago.
+    round.deadline = deadline_after(round.timeout);
+    match late::agree(control, &round, &call, None) {
+        Ok(()) => communicator.with_left_out(|left_out| left_out.forget_up_to(round.number)),
+        Err(error) => drop(communicator.fail(error, &Watch { control, round })),
     }
 }
 
@@ -220,6 +253,16 @@ impl Progress {
         round.deadline = *self
             .deadline
             .get_or_insert_with(|| round.deadline.max(deadline_after(round.timeout)));
+        // Shortly before the deadline, find out which ranks have not made the call.
+        let asks_at = round
+            .deadline
+            .checked_sub(ASKS_BEFORE_DEADLINE.min(round.timeout / 2));
+        if asks_at.is_none_or(|asks_at| Instant::now() >= asks_at)
+            && communicator.with_left_out(|left_out| left_out.find(round.number).is_some())
+        {
+            late::agree(control, &round, &operation.call, None)?;
+            communicator.with_left_out(|left_out| left_out.forget_up_to(round.number));
+        }
         match (Watch { control, round }).failure() {
             Some(failure)
                 if self

@@ -193,10 +193,6 @@ fn after_setup<'r>(round: &Round<'r>) -> Round<'r> {
 /// The votes that a backend leaves out while all goes well, and makes up for if something goes
 /// wrong.
 #[cfg(any(test, feature = "nccl"))]
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "no backend leaves out votes yet")
-)]
 impl TcpBackend {
     /// Returns the number of the first round, up to `last_number`, that another rank has entered
     /// but this one has not. It may be a round that is long over on this rank.

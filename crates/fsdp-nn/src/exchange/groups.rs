@@ -46,6 +46,51 @@ impl Groups {
         }
     }
 
+    /// Returns a hash of the calls on GPU memory in this step. It is the same on all ranks whose
+    /// models took the same way.
+    ///
+    /// # Errors
+    /// Those of [`DeviceGroup::calls_hash`](fsdp_comm::device::DeviceGroup::calls_hash).
+    #[cfg(feature = "nccl")]
+    pub(crate) fn calls_hash(&self) -> Result<u64> {
+        let mut hash = 0u64;
+        for device in self.device_groups() {
+            // Multiplied, so that it matters which group has made which calls.
+            hash = hash.wrapping_mul(31).wrapping_add(device.calls_hash()?);
+        }
+        Ok(hash)
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    #[expect(
+        clippy::unnecessary_wraps,
+        clippy::unused_self,
+        reason = "there are calls on GPU memory, which may fail"
+    )]
+    pub(crate) const fn calls_hash(&self) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Begins a step. If `is_same`, the ranks made the same calls on GPU memory in the last one: they
+    /// do not agree on those again.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn begin_step(&self, is_same: bool) {
+        for device in self.device_groups() {
+            device.begin_step(is_same);
+        }
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    #[expect(clippy::unused_self, reason = "there are calls on GPU memory")]
+    pub(crate) const fn begin_step(&self, _is_same: bool) {}
+
+    /// Returns the operations of the groups on GPU memory, as far as they have any.
+    #[cfg(feature = "nccl")]
+    fn device_groups(&self) -> impl Iterator<Item = fsdp_comm::device::DeviceGroup<'_>> {
+        let groups = self.shard.iter().chain(&self.replicate);
+        groups.filter_map(ProcessGroup::device)
+    }
+
     /// Returns `true` if nothing is shared with other ranks.
     pub(crate) const fn is_empty(&self) -> bool {
         self.shard.is_none() && self.replicate.is_none()

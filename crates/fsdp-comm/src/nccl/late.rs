@@ -1,0 +1,99 @@
+//! Agreements that ranks leave out while all of them make the calls that all expect, and make up for
+//! when one of them does not, or when a call takes long.
+//!
+//! A rank that leaves the order of calls, or has an error, votes before it sends anything. The
+//! watchers of the others see its ballot, and vote on the call that their ranks have made instead. So
+//! all ranks get the error that an agreement in time would have given.
+
+use std::collections::VecDeque;
+
+use super::watch::OwnedRound;
+use crate::backend::{Backend as _, Round, Vote};
+use crate::ballot::{Ballot, NO_RANK};
+use crate::error::CommError;
+use crate::group::difference_error;
+use crate::record::{Call, Fault, Record};
+use crate::tcp::TcpBackend;
+use crate::wire;
+
+/// The calls whose agreements this rank has left out, in order, since all ranks last agreed.
+#[derive(Debug, Default)]
+pub(super) struct LeftOut(VecDeque<(OwnedRound, Call)>);
+
+impl LeftOut {
+    /// Adds a call.
+    pub(super) fn add(&mut self, round: &Round<'_>, call: &Call) {
+        self.0.push_back((OwnedRound::new(round), call.clone()));
+    }
+
+    /// Forgets all calls.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Returns `true` if no agreement was left out.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns the number of the last round.
+    pub(super) fn last_number(&self) -> Option<u64> {
+        self.0.back().map(|(round, _)| round.get().number)
+    }
+
+    /// Returns the round of a number, and its call; `None` if its agreement was not left out.
+    pub(super) fn find(&self, number: u64) -> Option<(OwnedRound, Call)> {
+        let mut calls = self.0.iter();
+        calls
+            .find(|(round, _)| round.get().number == number)
+            .cloned()
+    }
+
+    /// Forgets the calls up to this number, on which all ranks have agreed.
+    pub(super) fn forget_up_to(&mut self, number: u64) {
+        self.0.retain(|(round, _)| round.get().number > number);
+    }
+}
+
+/// Agrees on a call with all ranks, each of which may do so in any thread.
+///
+/// # Errors
+/// A rank with another call or a fault; one that is missing at the deadline of the round, or lost.
+pub(super) fn agree(
+    control: &TcpBackend,
+    round: &Round<'_>,
+    call: &Call,
+    fault: Option<&Fault>,
+) -> Result<(), CommError> {
+    let name = call.name();
+    let members = control.members();
+    let agreed_call =
+        Ballot::new(call).map_err(|message| CommError::object(name, "encode", message))?;
+    let vote = Vote {
+        ballot: Ballot {
+            failed_rank: fault.map_or(NO_RANK, |_| members.rank as u32),
+            ..agreed_call
+        },
+        attachment: &[],
+    };
+    if control.vote_late(round, &vote)?.ballot.is_unanimous() {
+        return Ok(());
+    }
+    let record = Record {
+        call: call.clone(),
+        fault: fault.cloned(),
+    };
+    let encoded =
+        wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
+    let vote = Vote {
+        ballot: Ballot::blank(),
+        attachment: &encoded,
+    };
+    // Of each round, the odd number is that of the vote in which ranks show their records.
+    let records_round = Round {
+        number: round.number + 1,
+        ..*round
+    };
+    let tally = control.vote_late(&records_round, &vote)?;
+    Err(difference_error(&tally, name, &members.global_ranks))
+}
