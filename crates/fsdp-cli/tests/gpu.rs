@@ -131,7 +131,12 @@ fn skipped(out: &Path) -> Vec<bool> {
 fn steps_of_every_kind_have_the_losses_of_a_cpu_on_one_rank_and_two() {
     let dir = TempDir::new().unwrap();
     let bf16 = ["--mixed-precision", "bf16"];
-    let cases: [(&str, &[&str], f64); 6] = [
+    let cases: [(&str, &[&str], f64); 7] = [
+        (
+            "tf32",
+            &["--allow-tf32", "--clip-grad-norm", "0.5"],
+            RELATIVE,
+        ),
         (
             "accumulation",
             &["--accumulate", "3", "--clip-grad-norm", "0.5"],

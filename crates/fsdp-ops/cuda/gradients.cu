@@ -23,7 +23,7 @@ template <class To, class From> DEVICE void write(const Pieces& pieces, int add)
 }
 
 #define WRITE(TO, FROM) \
-    KERNEL(write_##TO##_##FROM, Pieces pieces, int add) { write<TO, FROM>(pieces, add); }
+    KERNEL(write_##TO##_##FROM, IN_PLACE Pieces pieces, int add) { write<TO, FROM>(pieces, add); }
 WRITE(f32, f32)
 WRITE(f32, bf16)
 WRITE(f32, f16)
@@ -79,10 +79,10 @@ template <class T> DEVICE void scale(const Pieces& pieces, float factor) {
 }
 
 #define GRADIENTS(T)                                              \
-    KERNEL(statistics_##T, Pieces pieces, Statistics* partials) { \
+    KERNEL(statistics_##T, IN_PLACE Pieces pieces, Statistics* partials) { \
         statistics<T>(pieces, partials);                          \
     }                                                             \
-    KERNEL(scale_##T, Pieces pieces, double factor) { scale<T>(pieces, float(factor)); }
+    KERNEL(scale_##T, IN_PLACE Pieces pieces, double factor) { scale<T>(pieces, float(factor)); }
 FOR_FLOATS(GRADIENTS)
 
 /// Combines the statistics of all blocks.

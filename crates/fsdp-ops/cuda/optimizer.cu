@@ -172,27 +172,27 @@ DEVICE float factor_of(const Clipping* clipping, double factor) {
 }
 
 #define OPTIMIZERS(T)                                                                          \
-    KERNEL(adam_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,     \
-           double weight_decay, double keep, double beta1, double beta2, double eps,           \
-           double step_size, double correction) {                                              \
+    KERNEL(adam_##T, IN_PLACE Pieces pieces, const Clipping* clipping, double factor,          \
+           int maximize, double weight_decay, double keep, double beta1, double beta2,         \
+           double eps, double step_size, double correction) {                                  \
         if (is_skipped(clipping)) return;                                                      \
         adam<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, keep, beta1,      \
                 beta2, eps, step_size, correction);                                            \
     }                                                                                          \
-    KERNEL(sgd_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,      \
-           double weight_decay, double lr, double momentum, double dampening, int nesterov,    \
-           int first) {                                                                        \
+    KERNEL(sgd_##T, IN_PLACE Pieces pieces, const Clipping* clipping, double factor,           \
+           int maximize, double weight_decay, double lr, double momentum, double dampening,    \
+           int nesterov, int first) {                                                          \
         if (is_skipped(clipping)) return;                                                      \
         sgd<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, lr, momentum,      \
                dampening, nesterov, first);                                                    \
     }                                                                                          \
-    KERNEL(adagrad_##T, Pieces pieces, const Clipping* clipping, double factor, int maximize,  \
-           double weight_decay, double rate, double eps) {                                     \
+    KERNEL(adagrad_##T, IN_PLACE Pieces pieces, const Clipping* clipping, double factor,       \
+           int maximize, double weight_decay, double rate, double eps) {                       \
         if (is_skipped(clipping)) return;                                                      \
         adagrad<T>(pieces, factor_of(clipping, factor), maximize, weight_decay, rate, eps);    \
     }                                                                                          \
-    KERNEL(schedule_free_##T, Pieces pieces, const Clipping* clipping, double factor,          \
-           double weight_decay, double beta2, double correction, double eps,                   \
+    KERNEL(schedule_free_##T, IN_PLACE Pieces pieces, const Clipping* clipping,                \
+           double factor, double weight_decay, double beta2, double correction, double eps,    \
            double iterate_weight, double gradient_factor, double lr) {                         \
         if (is_skipped(clipping)) return;                                                      \
         schedule_free<T>(pieces, factor_of(clipping, factor), weight_decay, beta2, correction, \

@@ -8,6 +8,14 @@
 #pragma once
 #include "common.cuh"
 
+// The qualifiers of a large argument, which a thread reads where it is, and does not copy.
+#if defined(__CUDACC__) && \
+    (__CUDACC_VER_MAJOR__ > 11 || (__CUDACC_VER_MAJOR__ == 11 && __CUDACC_VER_MINOR__ >= 7))
+#define IN_PLACE const __grid_constant__
+#else
+#define IN_PLACE const
+#endif
+
 constexpr int MAX_PIECES = 64;
 constexpr int MAX_TENSORS = 5;
 
