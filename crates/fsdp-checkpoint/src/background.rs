@@ -346,9 +346,9 @@ impl Staged {
     }
 }
 
-/// Returns `true` for a tensor on a GPU that is copied by the GPU. Numbers of steps are not, because
-/// they are compared before anything is written; nor are tensors in lists, which may be saved as one
-/// object.
+/// Returns `true` for a tensor on a GPU that is copied by the GPU. Numbers of steps are not,
+/// because they are compared before anything is written; nor are tensors in lists, which may be
+/// saved as one object.
 fn is_copied_by_gpu(path: &KeyPath, value: &StateValue) -> bool {
     let has_own_key = path.0.iter().all(|part| matches!(part, PathPart::Key(_)));
     let tensors = value.candle_tensors();

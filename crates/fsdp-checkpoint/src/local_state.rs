@@ -46,9 +46,9 @@ enum Payload {
 }
 
 impl LocalState {
-    /// Flattens a state dict. The elements of tensors on GPUs are read when they are asked for: from
-    /// `copies` if there are some, else from the GPU, after the work that this thread has given to
-    /// it.
+    /// Flattens a state dict. The elements of tensors on GPUs are read when they are asked for:
+    /// from `copies` if there are some, else from the GPU, after the work that this thread has
+    /// given to it.
     ///
     /// # Errors
     /// Values that a checkpoint cannot hold, and tensors that cannot be read.

@@ -329,7 +329,7 @@ pub(crate) fn copies() -> [u64; 2] {
 /// pinned.
 static BYTES: [AtomicU64; 3] = [AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)];
 
-/// What [`BYTES`] counts.
+/// The index of a number in [`BYTES`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Moved {
     ToHost,

@@ -207,7 +207,7 @@ struct Stretch {
 /// A storage, and a byte in it.
 type Place = (usize, usize);
 
-/// What of a stretch is not queued yet.
+/// The part of a stretch that is not queued yet.
 #[derive(Debug)]
 struct Rest {
     /// The start of the stretch.
@@ -312,7 +312,7 @@ impl HostCopies {
         for rest in &self.waiting {
             let (storage, start) = rest.place;
             let end = start + rest.bytes.len;
-            // Stretches within this one were copied at once, and are kept unchanged as all of it is.
+            // Stretches within this one were copied at once, and are kept unchanged as it is.
             self.stretches.retain(|place, stretch| {
                 place.0 != storage || place.1 < start || stretch.end > end
             });
@@ -548,8 +548,8 @@ impl CopiesEnd {
         self.events.iter().all(|(event, _)| event.is_complete())
     }
 
-    /// Makes all work that this thread gives to the GPUs from now on wait for the end of the copies.
-    /// The host does not wait.
+    /// Makes all work that this thread gives to the GPUs from now on wait for the end of the
+    /// copies. The host does not wait.
     ///
     /// # Errors
     /// The driver's.

@@ -14,11 +14,11 @@
 //! an op that reads it fails with candle's dtype error, and never reads past the end.
 
 mod contents;
-#[cfg(feature = "cuda")]
-#[expect(unsafe_code, reason = "pinned memory, which GPUs write")]
-mod copies;
-#[cfg(not(feature = "cuda"))]
-#[path = "no_copies.rs"]
+#[cfg_attr(not(feature = "cuda"), path = "no_copies.rs")]
+#[cfg_attr(
+    feature = "cuda",
+    expect(unsafe_code, reason = "pinned memory, which GPUs write")
+)]
 mod copies;
 #[cfg(feature = "cuda")]
 #[expect(
