@@ -54,14 +54,16 @@ enum Found {
 
 /// The features of all code for GPUs.
 const FEATURES: &str =
-    "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-ops/cuda,fsdp-comm/nccl";
+    "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-nn/nccl,fsdp-flat/cuda,fsdp-ops/cuda,fsdp-comm/nccl";
 
 /// The packages with tests for GPUs, and the names of those tests.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 12] = [
     "--package",
     "fsdp-flat",
     "--package",
     "fsdp-ops",
+    "--package",
+    "fsdp-nn",
     "--package",
     "fsdp-checkpoint",
     "--package",
@@ -69,7 +71,9 @@ const PACKAGES: [&str; 10] = [
     "--package",
     "fsdp-comm",
 ];
-const TESTS: [&str; 6] = ["--test", "cuda", "--test", "gpu", "--test", "nccl"];
+const TESTS: [&str; 8] = [
+    "--test", "cuda", "--test", "gpu", "--test", "overlap", "--test", "nccl",
+];
 
 /// The variable that tells the tests of `nccl` how many ranks to start, if not one for each GPU.
 const RANKS: &str = "FSDP_TEST_RANKS";
@@ -127,8 +131,14 @@ fn test(root: &Path) -> Result<()> {
         "cuda",
         "--test",
         "gpu",
+        "--test",
+        "overlap",
     ];
-    cargo(root, &[&all[..], &PACKAGES[..8], &one_by_one].concat(), &[])
+    cargo(
+        root,
+        &[&all[..], &PACKAGES[..10], &one_by_one].concat(),
+        &[],
+    )
 }
 
 /// Returns the directory for clippy, and for builds with the stand-in for CUDA's compiler.
@@ -246,10 +256,10 @@ fn stand_in(root: &Path) -> Result<()> {
     // their number.
     for (gpus, ranks, delay, tests) in [
         ("2", "2", "0", &TESTS[..]),
-        ("2", "2", "300", &TESTS[4..]),
-        ("1", "1", "0", &TESTS[4..]),
-        ("4", "4", "0", &TESTS[4..]),
-        ("1", "2", "0", &TESTS[4..]),
+        ("2", "2", "300", &TESTS[6..]),
+        ("1", "1", "0", &TESTS[6..]),
+        ("4", "4", "0", &TESTS[6..]),
+        ("1", "2", "0", &TESTS[6..]),
     ] {
         say(&format!(
             "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, \

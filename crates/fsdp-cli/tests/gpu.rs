@@ -301,6 +301,19 @@ fn ranks_over_nccl_have_the_losses_of_cpus_and_checkpoints_cross() {
         &[&SMALL[..], &["--steps", "6", "--backend", "nccl"]].concat(),
     );
     assert_close(&losses(&gpu), &losses(&cpu));
+    let ahead = dir.path().join("ahead");
+    let prefetch = ["--backward-prefetch", "pre", "--forward-prefetch"];
+    launch(
+        ranks,
+        &ahead,
+        &[
+            &SMALL[..],
+            &["--steps", "6", "--backend", "nccl"],
+            &prefetch,
+        ]
+        .concat(),
+    );
+    assert_close(&losses(&ahead), &losses(&cpu));
     train(&gpu, &["--nproc", "2", "--steps", "9", "--resume"]);
     launch(
         ranks,

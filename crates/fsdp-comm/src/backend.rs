@@ -131,6 +131,12 @@ pub(crate) trait DeviceTransfer {
         call: &Call,
         fault: Option<&Fault>,
     ) -> Result<(), CommError>;
+
+    /// Waits on the host until the GPU has done all calls that are queued.
+    ///
+    /// # Errors
+    /// The reason that one of them failed for.
+    fn synchronize(&self) -> Result<(), CommError>;
 }
 
 /// A transfer that is queued on a GPU. To drop this changes nothing.

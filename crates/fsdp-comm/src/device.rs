@@ -185,6 +185,15 @@ impl DeviceGroup<'_> {
         self.group.begin_step(is_same);
     }
 
+    /// Waits on the host until the GPU has done all operations of this group that this rank has
+    /// queued. The other ranks need not call it.
+    ///
+    /// # Errors
+    /// The reason for which an operation has failed: see [`Pending::wait`].
+    pub fn synchronize(&self) -> Result<(), CommError> {
+        self.transfer.synchronize()
+    }
+
     /// Gathers like [`ProcessGroup::all_gather_into`].
     ///
     /// # Errors

@@ -12,11 +12,12 @@
 )]
 #![expect(
     unsafe_code,
-    reason = "a function of C, by which a stand-in for the driver tells what it has counted, and a variable for NCCL"
+    reason = "a variable for NCCL, and streams whose order the tests see to"
 )]
 
 mod conformance;
 mod processes;
+mod stand_in;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -31,6 +32,7 @@ use fsdp_layout::DeviceMesh;
 use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
+use stand_in::{host_copies, host_waits, origins_of_communicators};
 
 /// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
@@ -605,38 +607,6 @@ fn computation_before(group: &ProcessGroup) {
     drop(pieces);
     pending.wait().unwrap();
     group.with_deadline(DEADLINE).barrier().unwrap();
-}
-
-/// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a
-/// real driver.
-fn host_copies() -> Option<[u64; 2]> {
-    stand_in_counts("libcuda.so.1", "cudaStandInHostCopies")
-}
-
-/// Returns how often the host has waited for GPUs so far; `None` with a real driver.
-fn host_waits() -> Option<u64> {
-    stand_in_counts("libcuda.so.1", "cudaStandInHostWaits")
-}
-
-/// Returns the number of ids that this process has made for communicators, and the number of splits
-/// that it took part in; `None` with NVIDIA's library.
-fn origins_of_communicators() -> Option<[u64; 2]> {
-    stand_in_counts("libnccl.so.2", "ncclStandInOrigins")
-}
-
-/// Calls a function by which a stand-in tells what it counts; `None` if the library has none.
-fn stand_in_counts<C: Default>(library: &str, function: &str) -> Option<C> {
-    let mut counts = C::default();
-    // SAFETY: the library is loaded already, and the function writes as many numbers as the type
-    // has.
-    unsafe {
-        let library = libloading::Library::new(library).unwrap();
-        let count = library
-            .get::<unsafe extern "C" fn(*mut C) -> u32>(function.as_bytes())
-            .ok()?;
-        assert_eq!(count(&mut counts), 0);
-    }
-    Some(counts)
 }
 
 fn without_copies(group: &ProcessGroup) {

@@ -60,7 +60,9 @@ pub struct FsdpConfig {
     /// Units are prefetched in the order in which the previous step used them, after the ranks have
     /// checked that it was the same on all of them. A step that uses units in another order gathers
     /// those on demand. Prefetching pays off where ranks wait for the network: the collectives run
-    /// on a separate thread, which needs some processor time. It has no effect on GPUs.
+    /// on a separate thread, which needs some processor time. On GPUs it overlaps if the device has
+    /// a stream for each thread, as those of `Device::new_cuda` have; with
+    /// `Device::new_cuda_with_stream` the computation waits for each collective.
     pub backward_prefetch: Option<BackwardPrefetch>,
     /// `true` if a forward begins to gather its next unit before it computes the current one:
     /// torch's `forward_prefetch`. It takes the memory of one more unit, like
@@ -107,8 +109,8 @@ impl Default for FsdpConfig {
 
 impl FsdpConfig {
     /// Returns `true` if collectives overlap with the computation.
-    pub(crate) fn prefetches(&self) -> bool {
-        (self.backward_prefetch.is_some() || self.forward_prefetch) && self.device.is_cpu()
+    pub(crate) const fn prefetches(&self) -> bool {
+        self.backward_prefetch.is_some() || self.forward_prefetch
     }
 }
 

@@ -298,7 +298,7 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = SHARDING, long)]
     pub(super) activation_checkpointing: bool,
     /// When a backward begins to gather its next unit, beside the computation. Takes the memory of
-    /// one more unit, and pays where ranks wait for the network; no effect on GPUs
+    /// one more unit, and pays where ranks wait for the network
     #[arg(help_heading = SHARDING, long, value_enum, default_value_t)]
     pub(super) backward_prefetch: PrefetchName,
     /// Begin to gather the next unit of a forward before the present one is computed, beside the

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::Device;
+use fsdp::comm::ProcessGroup;
 
 use fsdp::comm::BackendKind;
 
@@ -36,17 +37,29 @@ impl DeviceName {
 }
 
 /// Opens the GPU of a rank, which has its number on this machine. If there are more ranks than
-/// GPUs, they share.
+/// GPUs, they share. If the ranks' GPUs communicate directly, that can overlap with the computation.
 ///
 /// # Errors
 /// The GPU cannot be used.
-pub(super) fn open_gpu(local_rank: usize) -> Result<Device> {
+pub(super) fn open_gpu(local_rank: usize, group: &ProcessGroup) -> Result<Device> {
     let ordinal = local_rank % gpu_count()?;
     #[cfg(feature = "cuda")]
-    let device = fsdp::flat::storage::cuda::open(ordinal)?;
+    {
+        use fsdp::flat::storage::cuda::{Streams, open};
+
+        let overlaps = group.backend_name() == "nccl" && group.world_size() > 1;
+        let streams = if overlaps {
+            Streams::PerThread
+        } else {
+            Streams::One
+        };
+        Ok(open(ordinal, streams)?)
+    }
     #[cfg(not(feature = "cuda"))]
-    let device = Device::new_cuda(ordinal)?;
-    Ok(device)
+    {
+        let _ = group;
+        Ok(Device::new_cuda(ordinal)?)
+    }
 }
 
 /// Returns the number of GPUs that this process sees, which is not 0.

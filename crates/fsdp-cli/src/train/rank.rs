@@ -129,7 +129,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     let device = match job.device {
         DeviceName::Cpu => Device::Cpu,
         DeviceName::Cuda => {
-            let opened = open_gpu(job.local_rank.unwrap_or(group.rank()));
+            let opened = open_gpu(job.local_rank.unwrap_or(group.rank()), &group);
             // A rank without a GPU must not leave the others waiting for it.
             group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
         }

@@ -209,6 +209,24 @@ impl Communicator {
         }
     }
 
+    /// Waits on the host until the GPU has done all operations that are queued.
+    ///
+    /// # Errors
+    /// The communicator's failure.
+    pub(super) fn synchronize(self: &Arc<Self>) -> Result<(), CommError> {
+        let last = self.state().pending.back().cloned();
+        if let Some(operation) = last {
+            let communicator = Arc::clone(self);
+            Queued {
+                communicator,
+                operation,
+            }
+            .wait()?;
+        }
+        let outcome = self.failure().map_or(Ok(()), Err);
+        blame::record(self.global_rank, outcome)
+    }
+
     /// Tells the watcher that a thread is about to call NCCL.
     ///
     /// # Errors

@@ -187,6 +187,10 @@ impl DeviceTransfer for NcclBackend {
     ) -> Result<(), CommError> {
         late::agree(&self.control, round, call, fault)
     }
+
+    fn synchronize(&self) -> Result<(), CommError> {
+        self.communicator.synchronize()
+    }
 }
 
 impl Backend for NcclBackend {

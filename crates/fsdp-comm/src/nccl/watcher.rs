@@ -110,6 +110,11 @@ impl WatchedCommunicator {
         self.communicator.with_left_out(use_them)
     }
 
+    /// Waits on the host until the GPU has done all calls that are queued.
+    pub(super) fn synchronize(&self) -> Result<(), CommError> {
+        self.communicator.synchronize()
+    }
+
     /// Returns the error that has ended the communicator.
     pub(super) fn failure(&self) -> Option<CommError> {
         self.communicator.failure()

@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     DeviceRepr, DriverError, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
+use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
 use float8::F8E4M3;
 use half::{bf16, f16};
@@ -21,25 +22,38 @@ use super::pinned::cuda_error;
 use super::staging::{self, DeviceBytes};
 use crate::error::FlatError;
 
+/// The streams in which the work of a process is queued on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Streams {
+    /// One for all threads, in which work is done in the order in which they queue it.
+    One,
+    /// One for each thread, as candle's `Device::new_cuda` has them. Collectives of a thread overlap
+    /// with the computation of another.
+    PerThread,
+}
+
 /// Opens the GPU with this CUDA ordinal for training. candle's `Device::new_cuda` opens it too, and
 /// then a step takes longer on the host:
 ///
-/// - The device has one stream, in which the work of all threads is done in the order in which they
-///   queue it. `new_cuda` gives each thread a stream, and nothing orders those.
-/// - So no event has to be made for memory, of which candle makes two for each tensor. Streams that
-///   others add, such as NCCL's, are ordered by events of their own.
+/// - With one stream no event has to be made for memory, of which candle makes two for each tensor.
+///   Streams that others add, such as NCCL's, are ordered by events of their own.
 /// - Memory that is freed stays with the process for later tensors. Otherwise CUDA gives it back to
 ///   the system at each wait of the host, and takes it anew. Other processes on the GPU cannot have
 ///   it meanwhile.
 ///
 /// # Errors
 /// CUDA's: there is no such GPU.
-pub fn open(ordinal: usize) -> Result<Device, FlatError> {
-    let device = Device::new_cuda_with_stream(ordinal)?;
+pub fn open(ordinal: usize, streams: Streams) -> Result<Device, FlatError> {
+    let device = match streams {
+        Streams::One => Device::new_cuda_with_stream(ordinal)?,
+        Streams::PerThread => Device::new_cuda(ordinal)?,
+    };
     if let Device::Cuda(cuda_device) = &device {
-        // SAFETY: all that candle does with this device's memory is in its one stream. Code of this
-        // project that uses another stream makes it wait for that one, and that one for it.
-        unsafe { cuda_device.disable_event_tracking() };
+        if streams == Streams::One {
+            // SAFETY: all that candle does with this device's memory is in its one stream. Code of
+            // this project that uses another stream makes it wait for that one, and that one for it.
+            unsafe { cuda_device.disable_event_tracking() };
+        }
         keep_freed_memory(cuda_device.cuda_stream().context()).map_err(cuda_error)?;
     }
     Ok(device)
@@ -303,6 +317,20 @@ pub(super) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
 /// Dtypes whose elements are not plain bytes, and CUDA's.
 pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError> {
     uninitialized(device, dtype, 0)
+}
+
+/// Makes a tensor of one dimension whose elements are undefined: write them before you read them.
+///
+/// # Errors
+/// Dtypes whose elements are not plain bytes, and CUDA's.
+pub fn undefined(device: &CudaDevice, dtype: DType, numel: usize) -> Result<Tensor, FlatError> {
+    let storage = Storage::Cuda(uninitialized(device, dtype, numel)?);
+    Ok(Tensor::from_storage(
+        storage,
+        numel,
+        BackpropOp::none(),
+        false,
+    ))
 }
 
 /// Puts fresh memory in the place of a storage's, with the elements of host memory.

@@ -1,7 +1,8 @@
 //! Parameters and gradients on GPUs: what is done where they are, rather than on the host.
 //!
 //! The collectives here return `None` or `false`, and do nothing, if the process group cannot move
-//! GPU memory.
+//! GPU memory. They return when they are queued on the GPU, and later work of the thread comes
+//! behind them.
 
 use std::ops::Range;
 
@@ -16,10 +17,10 @@ use crate::config::cast;
 use crate::error::Result;
 
 #[cfg(feature = "nccl")]
-pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter};
+pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter, synchronize};
 
 #[cfg(not(feature = "nccl"))]
-pub(crate) use host::{all_gather, all_reduce, reduce_scatter};
+pub(crate) use host::{all_gather, all_reduce, reduce_scatter, synchronize};
 
 /// Returns a gradient as a tensor of one dimension, whose elements lie one after the other.
 fn contiguous(grad: &Tensor) -> Result<Tensor> {
@@ -232,12 +233,17 @@ mod host {
         Ok(None)
     }
 
-    pub(crate) const fn reduce_scatter(_: &ProcessGroup, _: &Tensor, _: &Tensor) -> Result<bool> {
-        Ok(false)
+    pub(crate) const fn reduce_scatter(_: &ProcessGroup, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
     }
 
     pub(crate) const fn all_reduce(_: &ProcessGroup, _: &Tensor) -> Result<bool> {
         Ok(false)
+    }
+
+    /// Does nothing: without NCCL, no collective is queued on a GPU.
+    pub(crate) const fn synchronize(_: &ProcessGroup) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -245,17 +251,24 @@ mod host {
 mod nccl {
     use candle_core::cuda_backend::CudaDType;
     use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+    use candle_core::{CudaDevice, Device};
     use fsdp_comm::device::{DeviceGroup, DeviceSlice, DeviceSliceMut};
     use fsdp_comm::{Element, ReduceOp};
-    use fsdp_flat::storage::cuda::{with_device_slice, with_device_slice_mut};
-    use fsdp_flat::storage::{Scalar, zeros_on};
+    use fsdp_flat::storage::Scalar;
+    use fsdp_flat::storage::cuda::{undefined, with_device_slice, with_device_slice_mut};
     use fsdp_flat::with_float;
 
     use super::{ProcessGroup, Result, Tensor};
 
-    /// Returns the group's collectives on the memory of this tensor, if it has any.
-    fn device_group<'g>(group: &'g ProcessGroup, tensor: &Tensor) -> Option<DeviceGroup<'g>> {
-        group.device().filter(|_| tensor.device().is_cuda())
+    /// Returns the group's collectives on the memory of this tensor, and the GPU that it is in.
+    fn device_group<'t>(
+        group: &'t ProcessGroup,
+        tensor: &'t Tensor,
+    ) -> Option<(DeviceGroup<'t>, &'t CudaDevice)> {
+        match tensor.device() {
+            Device::Cuda(device) => Some((group.device()?, device)),
+            _ => None,
+        }
     }
 
     /// Returns all ranks' shards, one after the other.
@@ -266,40 +279,33 @@ mod nccl {
             whole: &Tensor,
             shard: &Tensor,
         ) -> Result<()> {
-            let pending = with_device_slice::<T, _>(shard, |input, input_stream| {
+            with_device_slice::<T, _>(shard, |input, input_stream| {
                 with_device_slice_mut::<T, _>(whole, |output, output_stream| {
                     let mut output = DeviceSliceMut::new(output, output_stream);
                     group.all_gather_into(&mut output, &DeviceSlice::new(input, input_stream))
                 })
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
-            Ok(pending.wait()?)
+            Ok(())
         }
-        let Some(device_group) = device_group(group, shard) else {
+        let Some((device_group, device)) = device_group(group, shard) else {
             return Ok(None);
         };
-        let whole = zeros_on(
-            &[shard.elem_count() * group.world_size()],
-            shard.dtype(),
-            shard.device(),
-        )?;
+        let numel = shard.elem_count() * group.world_size();
+        let whole = undefined(device, shard.dtype(), numel)?;
         with_float!(shard.dtype(), T => all_gather_typed::<T>(device_group, &whole, shard)?);
         Ok(Some(whole))
     }
 
-    /// Fills `reduced` with this rank's part of the mean of all ranks' `whole`. Returns `false` if
+    /// Returns this rank's part of the mean of all ranks' `whole`, as long as a shard; `None` if
     /// the group cannot move GPU memory.
-    pub(crate) fn reduce_scatter(
-        group: &ProcessGroup,
-        reduced: &Tensor,
-        whole: &Tensor,
-    ) -> Result<bool> {
+    pub(crate) fn reduce_scatter(group: &ProcessGroup, whole: &Tensor) -> Result<Option<Tensor>> {
         /// Reduces tensors of elements of type `T`.
         fn reduce_scatter_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             reduced: &Tensor,
             whole: &Tensor,
         ) -> Result<()> {
-            let pending = with_device_slice::<T, _>(whole, |input, input_stream| {
+            with_device_slice::<T, _>(whole, |input, input_stream| {
                 with_device_slice_mut::<T, _>(reduced, |output, output_stream| {
                     let mut output = DeviceSliceMut::new(output, output_stream);
                     group.reduce_scatter(
@@ -309,13 +315,23 @@ mod nccl {
                     )
                 })
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
-            Ok(pending.wait()?)
+            Ok(())
         }
-        let Some(device_group) = device_group(group, whole) else {
-            return Ok(false);
+        let Some((device_group, device)) = device_group(group, whole) else {
+            return Ok(None);
         };
-        with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(device_group, reduced, whole)?);
-        Ok(true)
+        let numel = whole.elem_count() / group.world_size();
+        let reduced = undefined(device, whole.dtype(), numel)?;
+        with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(device_group, &reduced, whole)?);
+        Ok(Some(reduced))
+    }
+
+    /// Waits on the host until the GPU has done all collectives that are queued. The error is the
+    /// reason that one of them has failed for.
+    pub(crate) fn synchronize(group: &ProcessGroup) -> Result<()> {
+        Ok(group
+            .device()
+            .map_or(Ok(()), |device| device.synchronize())?)
     }
 
     /// Replaces a tensor by the mean of all ranks' tensors.
@@ -325,12 +341,12 @@ mod nccl {
             group: DeviceGroup<'_>,
             buffer: &Tensor,
         ) -> Result<()> {
-            let pending = with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
+            with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
                 group.all_reduce(&mut DeviceSliceMut::new(buffer, stream), ReduceOp::Avg)
             })??; // Errors of the borrow, and of the collective.
-            Ok(pending.wait()?)
+            Ok(())
         }
-        let Some(device_group) = device_group(group, buffer) else {
+        let Some((device_group, _)) = device_group(group, buffer) else {
             return Ok(false);
         };
         with_float!(buffer.dtype(), T => all_reduce_typed::<T>(device_group, buffer)?);

@@ -2,6 +2,7 @@
 
 use fsdp_comm::ProcessGroup;
 
+use super::device;
 use crate::error::Result;
 
 /// Makes another group of the same ranks.
@@ -89,6 +90,15 @@ impl Groups {
     fn device_groups(&self) -> impl Iterator<Item = fsdp_comm::device::DeviceGroup<'_>> {
         let groups = self.shard.iter().chain(&self.replicate);
         groups.filter_map(ProcessGroup::device)
+    }
+
+    /// Waits on the host until the GPU has done all collectives of the groups that are queued.
+    ///
+    /// # Errors
+    /// The reason that one of them has failed for. Its result is undefined.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let mut groups = self.shard.iter().chain(&self.replicate);
+        groups.try_for_each(device::synchronize)
     }
 
     /// Returns `true` if nothing is shared with other ranks.

@@ -7,6 +7,7 @@
 //! - `device` does on a GPU what needs the GPU's memory.
 //! - `shared` is what all units of a model share, and `unchanged` the guard for whom changes of
 //!   their values wait.
+//! - `mark` orders the work of several threads on one GPU.
 //! - `order` records the order in which a model uses its units.
 //! - `worker` is a thread that runs collectives, one after the other, while the model computes.
 //! - `overlap` combines them: it prefetches units in the recorded order, and lets the model
@@ -15,6 +16,7 @@
 pub(crate) mod device;
 pub(crate) mod gradient;
 mod groups;
+mod mark;
 mod order;
 mod overlap;
 mod shared;

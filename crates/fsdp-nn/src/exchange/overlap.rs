@@ -4,6 +4,10 @@
 //! All collectives of the units run on one thread, in separate process groups. The computation
 //! queues them. It does the same on all ranks, so all ranks run them in the same order, even if one
 //! rank is ahead of another.
+//!
+//! On a GPU that thread only queues them. A collective begins when the GPU has come to the place at
+//! which the computation queued it. Where the computation takes the result, it waits for the
+//! collective, on the GPU. So the host runs ahead, and the memory of units is bounded as on a CPU.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -81,7 +85,8 @@ impl Overlap {
         shard: Option<ProcessGroup>,
         shared: Arc<Shared>,
     ) -> Result<Self> {
-        let worker = Worker::start("fsdp-collectives").map_err(candle_core::Error::Io)?;
+        let worker =
+            Worker::start("fsdp-collectives", &config.device).map_err(candle_core::Error::Io)?;
         Ok(Overlap {
             forward_prefetch: config.forward_prefetch,
             backward_prefetch: config.backward_prefetch,
@@ -240,8 +245,9 @@ impl Overlap {
     ) -> Result<Option<Reduction>> {
         let mut state = self.state();
         let overlaps = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
-        // Wait for all earlier reductions. So the unreduced gradients of at most two units are in
-        // memory: this unit, and the unit that is computed while this one is reduced.
+        // Wait for all earlier reductions; on a GPU only the GPU does. So the unreduced gradients
+        // of at most two units are in memory: this unit, and the one that is computed while this
+        // one is reduced.
         state
             .reductions
             .iter_mut()

@@ -218,18 +218,19 @@ impl UnitExchange {
         let Some(group) = &self.groups.shard else {
             return Ok(unsharded);
         };
+        if let Some(reduced) = device::reduce_scatter(group, &unsharded)? {
+            return Ok(reduced);
+        }
+        // Without NCCL the gradient goes through the host.
         let reduced = zeros_on(
             &[self.layout.sharded_numel()],
             unsharded.dtype(),
             &self.device,
         )?;
-        // Without NCCL the gradient goes through the host.
-        if !device::reduce_scatter(group, &reduced, &unsharded)? {
-            let input = HostSlice::<T>::read(&unsharded)?;
-            let mut output = HostSliceMut::<T>::write(&reduced)?;
-            group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
-            output.finish()?;
-        }
+        let input = HostSlice::<T>::read(&unsharded)?;
+        let mut output = HostSliceMut::<T>::write(&reduced)?;
+        group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
+        output.finish()?;
         Ok(reduced)
     }
 

@@ -280,8 +280,9 @@ impl ShardedParameters {
     /// The views are for reading. Call [`Self::lend`] before writing into them.
     ///
     /// # Errors
-    /// [`NnError::UnknownParameter`].
+    /// [`NnError::UnknownParameter`]; those of [`Self::synchronize`].
     pub fn parameter(&self, fqn: &str) -> Result<ShardedTensor> {
+        self.synchronize()?;
         let (handle, param) = self.place(fqn)?;
         handle.sharded_param(param)
     }
@@ -297,8 +298,9 @@ impl ShardedParameters {
     /// a backward that communicates, or after `zero_grad`. No communication.
     ///
     /// # Errors
-    /// [`NnError::UnknownParameter`].
+    /// [`NnError::UnknownParameter`]; those of [`Self::synchronize`].
     pub fn gradient(&self, fqn: &str) -> Result<Option<ShardedTensor>> {
+        self.synchronize()?;
         let (handle, param) = self.place(fqn)?;
         if handle.grad().is_none() {
             return Ok(None);
@@ -372,6 +374,23 @@ impl ShardedParameters {
     #[must_use]
     pub fn peak_parameter_bytes(&self) -> usize {
         self.shared.memory.peak_bytes()
+    }
+
+    /// Waits on the host until the GPU has done all collectives that forwards and backwards of this
+    /// rank have queued over NCCL; elsewhere there is nothing to wait for. No communication.
+    ///
+    /// If a collective fails after it was queued, what the GPU has computed since is undefined, and
+    /// the next call that communicates has the error. A program that reads a number from the GPU
+    /// before that, such as the loss, calls this after it has read the number.
+    ///
+    /// # Errors
+    /// The reason that a collective has failed for, such as a lost rank.
+    pub fn synchronize(&self) -> Result<()> {
+        // The units of a model share their groups.
+        match self.handles.first() {
+            Some(handle) => handle.exchange.groups.synchronize(),
+            None => Ok(()),
+        }
     }
 
     /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but

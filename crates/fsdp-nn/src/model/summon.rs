@@ -59,6 +59,7 @@ impl ShardedParameters {
         for handle in &self.handles {
             unit_tensors.push(handle.all_gather_params()?);
         }
+        self.synchronize()?;
         let mut tensors = IndexMap::new();
         for fqn in self.fqns() {
             let (handle, param) = self.place(fqn)?;

@@ -79,6 +79,7 @@ pub(crate) fn live_states_and_groups(
     let mut state = StateDict::new();
     let mut groups = Vec::new();
     for optimizer in optimizers {
+        optimizer.parameters().synchronize()?;
         // The parameters of a FlatParameter share its state, which is therefore made once.
         let mut states = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {

@@ -142,6 +142,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
     if parameters.shard_group().is_none() {
         return Err(StateDictError::LocalWithoutSharding.into());
     }
+    parameters.synchronize()?;
     let mut state = StateDict::new();
     for handle in &parameters.handles {
         let Some(shard) = handle.flat_shard() else {

@@ -440,13 +440,15 @@ impl ShardedParameters {
         let mut is_finite = true;
         for grad in self.gradients_by_place().0 {
             with_float!(grad.dtype(), T => {
-                for x in HostSliceMut::<T>::write(&grad)?.iter_mut() {
+                for x in HostSliceMut::<T>::write(grad)?.iter_mut() {
                     let value = WithDType::to_f64(*x);
                     is_finite &= value.is_finite();
                     *x = <T as WithDType>::from_f64(value * factor);
                 }
             });
         }
+        // Gradients whose reduction has failed say nothing.
+        self.synchronize()?;
         Ok(is_finite)
     }
 }

@@ -1,0 +1,406 @@
+//! Collectives of units beside the computation, on GPUs. `cargo xtask gpu` runs this where a GPU
+//! is.
+//!
+//! A test starts this very program again for each rank, where `rank_process` finds out from its
+//! environment what to do.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
+#![expect(
+    unsafe_code,
+    reason = "a variable for NCCL, which no other thread reads yet"
+)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "what ranks tell the test is no checkpoint"
+)]
+
+#[path = "../../fsdp-comm/tests/processes/mod.rs"]
+mod processes;
+#[path = "../../fsdp-comm/tests/stand_in/mod.rs"]
+mod stand_in;
+
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::{Linear, linear_no_bias};
+use fsdp_comm::{BackendKind, ProcessGroup, init_process_group_within};
+use fsdp_nn::algorithm::AdamOptions;
+use fsdp_nn::{
+    Algorithm, BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError,
+    Optimizer, ShardingStrategy, Unit,
+};
+use processes::Ranks;
+use serde::{Deserialize, Serialize};
+use stand_in::{host_waits, stream_waits};
+
+const RANKS: usize = 2;
+const WIDTH: usize = 8;
+const DEADLINE: Duration = Duration::from_secs(60);
+
+type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
+
+/// Opens this rank's GPU. Two ranks may share one.
+fn open_gpu(rank: usize) -> Device {
+    let count = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
+    Device::new_cuda(rank % count).unwrap()
+}
+
+/// The program of each rank.
+#[test]
+fn rank_process() {
+    let Ok(task) = std::env::var("FSDP_TEST") else {
+        return;
+    };
+    if CudaContext::device_count().unwrap() < 2 {
+        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its
+        // own.
+        let host = format!("host-{}", std::env::var("RANK").unwrap());
+        // SAFETY: this is the only test of the process, and nothing has read variables in other
+        // threads yet.
+        unsafe { std::env::set_var("NCCL_HOSTID", host) };
+    }
+    let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
+    match task.as_str() {
+        "bits" => same_bits(&group),
+        "counts" => count(&group),
+        other => panic!("`{other}` is not known"),
+    }
+}
+
+/// Makes a model of units that take equally long.
+fn model(group: &ProcessGroup, units: usize, config: FsdpConfig) -> Model {
+    FullyShardedDataParallel::new(group.clone(), config, |scope| {
+        (0..units)
+            .map(|index| {
+                scope
+                    .pp(index)
+                    .unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))
+            })
+            .collect()
+    })
+    .unwrap()
+}
+
+fn adamw(model: &Model) -> Optimizer {
+    let options = AdamOptions {
+        lr: 1e-2,
+        ..AdamOptions::adamw()
+    };
+    Optimizer::new(model.parameters(), Algorithm::AdamW(options)).unwrap()
+}
+
+fn input(device: &Device, seed: usize) -> Tensor {
+    let values: Vec<f32> = (0..4 * WIDTH)
+        .map(|i| ((i * 7 + seed * 5) % 11) as f32 / 11.0 - 0.4)
+        .collect();
+    let input = Tensor::from_vec(values, (4, WIDTH), &Device::Cpu).unwrap();
+    input.to_device(device).unwrap()
+}
+
+/// Runs a forward, and returns the loss, which is still on the GPU.
+fn forward(model: &Model, input: &Tensor) -> Result<Tensor, NnError> {
+    model.forward(|layers| {
+        layers
+            .iter()
+            .try_fold(input.clone(), |x, layer| {
+                layer.forward(&x)?.tanh()?.to_dtype(DType::F32)? + &x
+            })?
+            .sqr()?
+            .mean_all()
+    })
+}
+
+/// Runs the ranks of a task, slowed down in several ways if this is the stand-in.
+#[test]
+fn what_overlaps_has_the_bits_of_what_does_not() {
+    for slow in [
+        &[][..],
+        &[("CUDA_STAND_IN_DELAY_US", "300")],
+        &[("CUDA_STAND_IN_LINK_US", "4000")],
+        &[
+            ("CUDA_STAND_IN_DELAY_US", "100"),
+            ("CUDA_STAND_IN_LINK_US", "1000"),
+        ],
+    ] {
+        Ranks::start(RANKS, "bits", slow).assert_casualties(&[]);
+    }
+}
+
+/// Returns the losses of some steps, and the bits of this rank's part of each parameter after them.
+fn train(group: &ProcessGroup, config: &FsdpConfig, micro_batches: usize) -> (Vec<u32>, Vec<u32>) {
+    let model = model(group, 4, config.clone());
+    let mut optimizer = adamw(&model);
+    let mut losses = Vec::new();
+    for step in 0..4 {
+        for part in 0..micro_batches {
+            let seed = (step * micro_batches + part) * RANKS + group.rank();
+            let input = input(&config.device, seed);
+            let step = |model: &Model| {
+                let loss = forward(model, &input)?;
+                model.backward(&loss)?;
+                Ok::<_, NnError>(loss)
+            };
+            let loss = if part + 1 < micro_batches {
+                model.no_sync(step).unwrap()
+            } else {
+                step(&model).unwrap()
+            };
+            losses.push(loss.to_scalar::<f32>().unwrap().to_bits());
+        }
+        optimizer.step().unwrap();
+        model.parameters().zero_grad();
+    }
+    let parameters = model.parameters();
+    let piece = |fqn: &str| {
+        let shards = parameters.parameter(fqn).unwrap().shards().to_vec();
+        let values = shards
+            .iter()
+            .map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>());
+        values.map(Result::unwrap).collect::<Vec<_>>().concat()
+    };
+    let bits = parameters
+        .fqns()
+        .flat_map(piece)
+        .map(f32::to_bits)
+        .collect();
+    (losses, bits)
+}
+
+fn same_bits(group: &ProcessGroup) {
+    let mixed = MixedPrecision {
+        param: Some(DType::BF16),
+        reduce: Some(DType::F32),
+        ..MixedPrecision::default()
+    };
+    let full = FsdpConfig {
+        device: open_gpu(group.rank()),
+        ..FsdpConfig::default()
+    };
+    let cases = [
+        (full.clone(), 1),
+        (
+            FsdpConfig {
+                mixed_precision: mixed,
+                ..full.clone()
+            },
+            2,
+        ),
+        (
+            FsdpConfig {
+                strategy: ShardingStrategy::NoShard,
+                ..full.clone()
+            },
+            1,
+        ),
+        (
+            FsdpConfig {
+                cpu_offload: true,
+                ..full
+            },
+            2,
+        ),
+    ];
+    for (config, micro_batches) in cases {
+        let alone = FsdpConfig {
+            forward_prefetch: false,
+            backward_prefetch: None,
+            ..config.clone()
+        };
+        let expected = train(group, &alone, micro_batches);
+        assert!(
+            expected
+                .0
+                .iter()
+                .all(|bits| f32::from_bits(*bits).is_finite())
+        );
+        for backward_prefetch in [BackwardPrefetch::Pre, BackwardPrefetch::Post] {
+            for limit_all_gathers in [true, false] {
+                let config = FsdpConfig {
+                    forward_prefetch: true,
+                    backward_prefetch: Some(backward_prefetch),
+                    limit_all_gathers,
+                    ..config.clone()
+                };
+                assert!(
+                    train(group, &config, micro_batches) == expected,
+                    "{config:?}"
+                );
+            }
+        }
+    }
+}
+
+/// The units of the model whose waits are counted.
+const UNITS: usize = 12;
+/// The microseconds of each piece of work in the stand-in.
+const DELAY_US: u64 = 2000;
+
+/// The steps that are counted, after those that the model learns its order in.
+const STEPS: usize = 4;
+
+/// The times and counts of a step of one rank.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+struct StepCounts {
+    forward_seconds: f64,
+    /// The time of forward and backward.
+    seconds: f64,
+    /// How often the computing stream was told to wait, and how often it had to, in the forward.
+    forward_waits: [u64; 2],
+    backward_waits: [u64; 2],
+    /// How often the host waited for the GPU in the whole step, in which it reads the loss and the
+    /// norm of the gradients.
+    host_waits: u64,
+    /// The operations of the model's group and of those of its units.
+    operations: u64,
+}
+
+/// The steps of some ranks, with shards and without.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Counted {
+    sharded: Vec<StepCounts>,
+    alone: Vec<StepCounts>,
+}
+
+/// Returns the least of the numbers of several steps.
+fn least<N: PartialOrd>(steps: &[StepCounts], number: impl Fn(&StepCounts) -> N) -> N {
+    let numbers = steps.iter().map(number);
+    numbers
+        .reduce(|least, other| if other < least { other } else { least })
+        .unwrap()
+}
+
+/// The stand-in: communication takes half as long as the computation of a forward, and is hidden
+/// behind it. A rank that is ahead of the other has to wait for it, so the rank and the step with
+/// the fewest waits count.
+#[test]
+fn the_computation_waits_for_no_gather_but_the_first_and_the_host_for_numbers_only() {
+    if host_waits().is_none() {
+        return;
+    }
+    let free = run_counted(0);
+    let unit_us = least(&free.sharded, |step| step.forward_seconds) * 1e6 / UNITS as f64;
+    // A collective is a piece of work itself.
+    let slow = run_counted((unit_us / 2.0) as u64 - DELAY_US);
+    let seconds = |steps: &[StepCounts]| least(steps, |step| step.seconds);
+    println!(
+        "{unit_us:.0} us for each unit in the forward; a step whose collectives take half of that \
+         takes {:.2} times as long as with a link that takes no time, and {:.2} times as long as \
+         without shards; {:?}",
+        seconds(&slow.sharded) / seconds(&free.sharded),
+        seconds(&slow.sharded) / seconds(&slow.alone),
+        slow.sharded[0],
+    );
+    for counted in [&free, &slow] {
+        let steps = &counted.sharded;
+        for step in steps {
+            assert_eq!(step.forward_waits[0], UNITS as u64, "{counted:?}");
+            assert_eq!(step.backward_waits[0], 2 * UNITS as u64, "{counted:?}");
+            assert!(step.host_waits <= 3, "{counted:?}");
+        }
+        assert!(
+            least(steps, |step| step.forward_waits[1]) <= 1,
+            "{counted:?}"
+        );
+        // Of the backward's, for the first gather and the last reduction.
+        assert!(
+            least(steps, |step| step.backward_waits[1]) <= 2,
+            "{counted:?}"
+        );
+    }
+}
+
+/// Runs some steps with a link that takes so many microseconds for each collective, and returns the
+/// counts of all ranks.
+fn run_counted(link_us: u64) -> Counted {
+    let out = tempfile::tempdir().unwrap();
+    let variables = [
+        ("CUDA_STAND_IN_DELAY_US", &*DELAY_US.to_string()),
+        ("CUDA_STAND_IN_LINK_US", &*link_us.to_string()),
+        ("FSDP_TEST_LOG", out.path().to_str().unwrap()),
+    ];
+    let mut ranks = Ranks::start(RANKS, "counts", &variables);
+    ranks.wait_for(&(0..RANKS).collect::<Vec<_>>(), DEADLINE);
+    let mut counted = Counted::default();
+    for rank in 0..RANKS {
+        let text = std::fs::read(out.path().join(rank.to_string())).unwrap();
+        let of_rank: Counted = serde_json::from_slice(&text).unwrap();
+        counted.sharded.extend(of_rank.sharded);
+        counted.alone.extend(of_rank.alone);
+    }
+    counted
+}
+
+/// Runs the steps of [`run_counted`].
+fn count(group: &ProcessGroup) {
+    let device = open_gpu(group.rank());
+    let config = FsdpConfig {
+        device: device.clone(),
+        forward_prefetch: true,
+        backward_prefetch: Some(BackwardPrefetch::Pre),
+        ..FsdpConfig::default()
+    };
+    let alone = model(
+        group,
+        UNITS,
+        FsdpConfig {
+            strategy: ShardingStrategy::NoShard,
+            ..config.clone()
+        },
+    );
+    alone.set_requires_gradient_sync(false);
+    let sharded = model(group, UNITS, config);
+    let mut optimizer = adamw(&sharded);
+    let x = input(&device, group.rank());
+    let mut step = || counted_step(&sharded, Some(&mut optimizer), &x);
+    // The order of the units is known from the third step on.
+    step();
+    step();
+    let counted = Counted {
+        sharded: (0..STEPS).map(|_| step()).collect(),
+        alone: (0..2).map(|_| counted_step(&alone, None, &x)).collect(),
+    };
+    let out = std::env::var("FSDP_TEST_LOG").unwrap();
+    std::fs::write(
+        format!("{out}/{}", group.rank()),
+        serde_json::to_vec(&counted).unwrap(),
+    )
+    .unwrap();
+}
+
+/// Runs a step, and counts what its parts do. Its time is that of forward and backward.
+fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor) -> StepCounts {
+    // What earlier steps have queued is not counted.
+    input.device().synchronize().unwrap();
+    model.group().barrier().unwrap();
+    let traffic = model.group().traffic();
+    let waits = || (stream_waits().unwrap(), host_waits().unwrap());
+    let since = |later: [u64; 2], earlier: [u64; 2]| [0, 1].map(|k| later[k] - earlier[k]);
+    let (stream_before, host_before) = waits();
+    let begun = Instant::now();
+    let loss = forward(model, input).unwrap();
+    // The counts of the forward are complete once the GPU has done it.
+    loss.device().synchronize().unwrap();
+    let forward_seconds = begun.elapsed().as_secs_f64();
+    let (stream_between, _) = waits();
+    model.backward(&loss).unwrap();
+    loss.to_scalar::<f32>().unwrap();
+    let seconds = begun.elapsed().as_secs_f64();
+    let (stream_after, _) = waits();
+    if let Some(optimizer) = optimizer {
+        model.parameters().clip_grad_norm(1.0).unwrap();
+        optimizer.step().unwrap();
+    }
+    let (_, host_after) = waits();
+    model.parameters().zero_grad();
+    let operations = model.group().traffic().since(&traffic).collectives;
+    StepCounts {
+        forward_seconds,
+        seconds,
+        forward_waits: since(stream_between, stream_before),
+        backward_waits: since(stream_after, stream_between),
+        // One wait, in the middle, is that of this test.
+        host_waits: host_after - host_before - 1,
+        operations: operations.values().sum(),
+    }
+}
