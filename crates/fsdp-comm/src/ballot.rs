@@ -19,6 +19,8 @@ pub(crate) struct Ballot {
     pub(crate) failed_rank: u32,
     /// `true` if some rank has not attached everything that it sends.
     pub(crate) is_partial: bool,
+    /// `true` if some rank has attached something.
+    pub(crate) has_attachments: bool,
 }
 
 /// The number that stands for no rank.
@@ -29,9 +31,6 @@ pub(crate) const BALLOT_BYTES: usize = 21;
 
 /// The number of bytes of a message that carries a ballot and nothing else.
 pub(crate) const MESSAGE_BYTES: usize = 32;
-
-const DIFFERS: u8 = 1;
-const IS_PARTIAL: u8 = 2;
 
 impl Ballot {
     /// Creates the ballot of one rank. `call` must be the same on all ranks.
@@ -50,6 +49,7 @@ impl Ballot {
             differs: false,
             failed_rank: NO_RANK,
             is_partial: false,
+            has_attachments: false,
         }
     }
 
@@ -60,6 +60,7 @@ impl Ballot {
             differs: self.differs || other.differs || self.hash != other.hash,
             failed_rank: self.failed_rank.min(other.failed_rank),
             is_partial: self.is_partial || other.is_partial,
+            has_attachments: self.has_attachments || other.has_attachments,
         }
     }
 
@@ -79,7 +80,11 @@ impl Ballot {
         let mut bytes = [0; BALLOT_BYTES];
         bytes[..16].copy_from_slice(&self.hash.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.failed_rank.to_le_bytes());
-        bytes[20] = DIFFERS * u8::from(self.differs) | IS_PARTIAL * u8::from(self.is_partial);
+        let flags = [self.differs, self.is_partial, self.has_attachments];
+        bytes[20] = flags
+            .iter()
+            .rev()
+            .fold(0, |bits, &flag| bits << 1 | u8::from(flag));
         bytes
     }
 
@@ -88,8 +93,9 @@ impl Ballot {
         Ballot {
             hash: u128::from_le_bytes(std::array::from_fn(|at| bytes[at])),
             failed_rank: u32::from_le_bytes(std::array::from_fn(|at| bytes[16 + at])),
-            differs: bytes[20] & DIFFERS != 0,
-            is_partial: bytes[20] & IS_PARTIAL != 0,
+            differs: bytes[20] & 1 != 0,
+            is_partial: bytes[20] & 2 != 0,
+            has_attachments: bytes[20] & 4 != 0,
         }
     }
 }
@@ -102,14 +108,17 @@ mod tests {
     /// Ballots of few different hashes and ranks, so that many are alike.
     fn ballots() -> impl Strategy<Value = Ballot> {
         let failed_rank = prop_oneof![Just(NO_RANK), 0..3u32];
-        (0..3u128, any::<bool>(), failed_rank, any::<bool>()).prop_map(
-            |(hash, differs, failed_rank, is_partial)| Ballot {
+        let flags = any::<[bool; 3]>();
+        (0..3u128, failed_rank, flags).prop_map(|(hash, failed_rank, flags)| {
+            let [differs, is_partial, has_attachments] = flags;
+            Ballot {
                 hash,
                 differs,
                 failed_rank,
                 is_partial,
-            },
-        )
+                has_attachments,
+            }
+        })
     }
 
     proptest! {

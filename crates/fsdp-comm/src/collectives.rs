@@ -447,51 +447,47 @@ impl ProcessGroup {
             .map(|&count| count as u64)
             .collect();
         let sequence = turn.call.sequence;
-        turn.round(
-            None,
-            own_counts,
-            bytemuck::cast_slice(input),
-            |attachments| {
-                let counts: Vec<Counts<'_>> = attachments
-                    .iter()
-                    .map(|attachment| Counts(&attachment.numbers))
-                    .collect();
-                // For every two ranks, one must send as much as the other expects.
-                let fits = counts.iter().all(|counts| counts.0.len() == 2 * world_size)
-                    && (0..world_size).all(|sender| {
-                        (0..world_size).all(|receiver| {
-                            counts[sender].sent()[receiver] == counts[receiver].received()[sender]
-                        })
-                    });
-                if !fits {
-                    let calls = self.global_ranks().iter().copied().zip(counts);
-                    return Err(CommError::Mismatch {
-                        sequence,
-                        calls: RankCall::collect(calls),
-                    });
-                }
-                // The bytes for this rank follow those for the ranks before it in the sender's input.
-                let received_ranges = (0..world_size).map(|sender| {
-                    let elements_before = counts[sender].sent()[..self.rank()]
-                        .iter()
-                        .fold(0u64, |sum, &count| sum.saturating_add(count));
-                    let start = (elements_before as usize).saturating_mul(size_of::<T>());
-                    start..start.saturating_add(receive_counts[sender] * size_of::<T>())
+        let send = bytemuck::cast_slice(input);
+        turn.round(None, own_counts, send, |attachments| {
+            let counts: Vec<Counts<'_>> = attachments
+                .iter()
+                .map(|attachment| Counts(&attachment.numbers))
+                .collect();
+            // For every two ranks, one must send as much as the other expects.
+            let fits = counts.iter().all(|counts| counts.0.len() == 2 * world_size)
+                && (0..world_size).all(|sender| {
+                    (0..world_size).all(|receiver| {
+                        counts[sender].sent()[receiver] == counts[receiver].received()[sender]
+                    })
                 });
-                let largest = counts
+            if !fits {
+                let calls = self.global_ranks().iter().copied().zip(counts);
+                return Err(CommError::Mismatch {
+                    sequence,
+                    calls: RankCall::collect(calls),
+                });
+            }
+            // The bytes for this rank follow those for the ranks before it in the sender's input.
+            let received_ranges = (0..world_size).map(|sender| {
+                let elements_before = counts[sender].sent()[..self.rank()]
                     .iter()
-                    .flat_map(Counts::sent)
-                    .max()
-                    .expect("there is a count for each rank");
-                Ok(Some(Plan {
-                    pattern: Pattern::AllToAll,
-                    largest_transfer_bytes: largest_byte_len::<T>(&[*largest as usize]),
-                    sent_ranges: byte_ranges::<T>(send_counts),
-                    received_ranges: received_ranges.collect(),
-                    destination: copy_into(outputs, receive_counts),
-                }))
-            },
-        )
+                    .fold(0u64, |sum, &count| sum.saturating_add(count));
+                let start = (elements_before as usize).saturating_mul(size_of::<T>());
+                start..start.saturating_add(receive_counts[sender] * size_of::<T>())
+            });
+            let largest = counts
+                .iter()
+                .flat_map(Counts::sent)
+                .max()
+                .expect("there is a count for each rank");
+            Ok(Some(Plan {
+                pattern: Pattern::AllToAll,
+                largest_transfer_bytes: largest_byte_len::<T>(&[*largest as usize]),
+                sent_ranges: byte_ranges::<T>(send_counts),
+                received_ranges: received_ranges.collect(),
+                destination: copy_into(outputs, receive_counts),
+            }))
+        })
     }
 }
 

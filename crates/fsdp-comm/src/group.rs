@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Members, Plan, Round, Tally, Vote};
-use crate::ballot::{Ballot, NO_RANK};
+use crate::ballot::{Ballot, MESSAGE_BYTES, NO_RANK};
 use crate::blame;
 #[cfg(feature = "nccl")]
 use crate::call_order::{CallOrder, Expectation};
@@ -383,27 +383,26 @@ impl Turn<'_> {
         plan: impl FnOnce(&[Attachment<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
         self.progress.rounds += 1;
-        let SharedGroup {
-            backend, totals, ..
-        } = &*self.group.shared;
+        let totals = &self.group.shared.totals;
         let Members {
             rank, global_ranks, ..
-        } = backend.members();
+        } = self.group.shared.backend.members();
         let call = &self.call;
         let is_inline = send.len() <= INLINE_BYTES;
+        let attachment = Attachment {
+            numbers: own_numbers,
+            payload: if is_inline { send } else { &[] },
+        };
+        let encoded = attachment.encode();
         let agreed_call = Ballot::new(call)
             .map_err(|message| CommError::object(call.name(), "encode", message))?;
         let ballot = Ballot {
             // A group has far fewer ranks than this type has numbers.
             failed_rank: fault.as_ref().map_or(NO_RANK, |_| *rank as u32),
             is_partial: !is_inline,
+            has_attachments: !encoded.is_empty(),
             ..agreed_call
         };
-        let attachment = Attachment {
-            numbers: own_numbers,
-            payload: if is_inline { send } else { &[] },
-        };
-        let encoded = attachment.encode();
         let vote = Vote {
             ballot,
             attachment: &encoded,
@@ -456,7 +455,10 @@ impl Turn<'_> {
         let encoded =
             wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
         let vote = Vote {
-            ballot: Ballot::blank(),
+            ballot: Ballot {
+                has_attachments: true,
+                ..Ballot::blank()
+            },
             attachment: &encoded,
         };
         self.vote(1, &vote, encoded.len(), &[], |tally| {
@@ -474,17 +476,16 @@ impl Turn<'_> {
         send: &[u8],
         plan: impl FnOnce(&Tally) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
-        let SharedGroup {
-            backend, totals, ..
-        } = &*self.group.shared;
+        let shared = &self.group.shared;
         let mut round = self.current_round();
         round.number += part;
         let others = self.group.world_size() - 1;
         let planner = Box::new(|tally: &Tally| {
-            lock(&totals.traffic).record_control(tally.sent_ballots, control_bytes * others);
+            let sent_bytes = tally.sent_ballots * MESSAGE_BYTES + control_bytes * others;
+            lock(&shared.totals.traffic).control_bytes_sent += sent_bytes as u64;
             plan(tally)
         });
-        backend.round(&round, vote, send, planner)
+        shared.backend.round(&round, vote, send, planner)
     }
 
     /// Ends the current round. If it has failed in a way that ends the group, all ranks are told.
@@ -608,26 +609,23 @@ pub(crate) fn difference_error(tally: &Tally, operation: &str, ranks: &[usize]) 
         Err(message) => return CommError::object(operation, "decode", message),
     };
     let first_call = &records[0].call;
-    let mut failures = Vec::new();
-    for (record, &rank) in records.iter().zip(ranks) {
-        if let Some(Fault { kind, message }) = &record.fault {
-            failures.push(RankFailure {
-                rank,
-                kind: *kind,
-                message: bounded(message),
-            });
-        }
-    }
+    let records_and_ranks = records.iter().zip(ranks.iter().copied());
+    let failures = records_and_ranks.clone().filter_map(|(record, rank)| {
+        let Fault { kind, message } = record.fault.as_ref()?;
+        Some(RankFailure {
+            rank,
+            kind: *kind,
+            message: bounded(message),
+        })
+    });
+    let failures: Vec<RankFailure> = failures.collect();
     if !failures.is_empty() {
         return CommError::RankFailed {
             operation: first_call.name().to_owned(),
             failures,
         };
     }
-    let calls = records
-        .iter()
-        .zip(ranks)
-        .map(|(record, &rank)| (rank, &record.call));
+    let calls = records_and_ranks.map(|(record, rank)| (rank, &record.call));
     CommError::Mismatch {
         sequence: first_call.sequence,
         calls: RankCall::collect(calls),

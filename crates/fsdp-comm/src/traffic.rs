@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::ballot::MESSAGE_BYTES;
 use crate::record::Operation;
 
 /// The bytes that one rank has sent to and received from other ranks since it started, over all its
@@ -41,11 +40,6 @@ impl Traffic {
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes_sent + self.tensor_bytes_received
-    }
-
-    /// Counts ballots that went to other ranks, and bytes beside them.
-    pub(crate) fn record_control(&mut self, sent_ballots: usize, other_bytes: usize) {
-        self.control_bytes_sent += (sent_ballots * MESSAGE_BYTES + other_bytes) as u64;
     }
 
     /// Counts the bytes of a tensor, or of objects, that went to other ranks and came from them.

@@ -18,12 +18,11 @@ use crate::sync::{lock, wait_timeout};
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<BoardState>,
-    /// The condition variable on which all ranks wait for the end of a vote.
-    voted: Condvar,
-    /// For each rank, the condition variable on which it waits for its readers. A rank is woken
-    /// when it can go on, and not for each step of another one: with many ranks on few cores,
-    /// waking them would take longer than their computation.
-    read: Vec<Condvar>,
+    /// For each rank, the condition variable on which it waits for its readers, and then one on which
+    /// all wait for the end of a vote. A rank is woken when it can go on, and not for each step of
+    /// another one: with many ranks on few cores, waking them would take longer than their
+    /// computation.
+    changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
 
@@ -67,7 +66,7 @@ impl Board {
             .iter()
             .map(|_| RankProgress::default())
             .collect();
-        let read = global_ranks.iter().map(|_| Condvar::new()).collect();
+        let changed = (0..=global_ranks.len()).map(|_| Condvar::new()).collect();
         Board {
             global_ranks,
             state: Mutex::new(BoardState {
@@ -81,8 +80,7 @@ impl Board {
                 }),
                 failure: None,
             }),
-            voted: Condvar::new(),
-            read,
+            changed,
             turns,
         }
     }
@@ -91,28 +89,19 @@ impl Board {
         lock(&self.state)
     }
 
-    /// Wakes the ranks that wait for the end of a vote.
-    fn wake_voters(&self) {
+    /// Wakes the ranks that wait on these of the condition variables.
+    fn wake(&self, places: impl IntoIterator<Item = usize>) {
         // With turns, ranks do not wait on condition variables, but ask again in their next turn.
         match &self.turns {
             Some(turns) => turns.changed(),
-            None => self.voted.notify_all(),
-        }
-    }
-
-    /// Wakes those of `ranks` that wait for their readers.
-    fn wake_owners(&self, ranks: impl IntoIterator<Item = usize>) {
-        match &self.turns {
-            Some(turns) => turns.changed(),
-            None => ranks
+            None => places
                 .into_iter()
-                .for_each(|rank| self.read[rank].notify_all()),
+                .for_each(|place| self.changed[place].notify_all()),
         }
     }
 
     fn wake_all(&self) {
-        self.wake_voters();
-        self.wake_owners(0..self.read.len());
+        self.wake(0..self.changed.len());
     }
 
     /// Ends the group, unless something already has, and wakes all ranks.
@@ -170,10 +159,10 @@ impl Board {
             // Give the lock back before waking the others, because they would only wait for the
             // lock.
             drop(state);
-            self.wake_voters();
+            self.wake([self.global_ranks.len()]);
             return Ok(tally);
         }
-        let complete = self.wait(state, round, &self.voted, |rank, _| {
+        let complete = self.wait(state, round, self.global_ranks.len(), |rank, _| {
             rank.voted > round.number
         })?;
         Ok(Arc::clone(&complete.tally))
@@ -202,21 +191,16 @@ impl Board {
         }
         if !ready_owners.is_empty() {
             drop(state);
-            self.wake_owners(ready_owners);
+            self.wake(ready_owners);
             state = self.lock();
         }
         // Step 2: wait for the readers of this rank's own bytes.
         state.ranks[rank].awaits = Some(readers.len());
-        let mut is_reader = vec![false; self.read.len()];
+        let mut is_reader = vec![false; self.global_ranks.len()];
         readers.iter().for_each(|&reader| is_reader[reader] = true);
-        let mut complete = self.wait(
-            state,
-            round,
-            &self.read[rank],
-            |reader_progress, other_rank| {
-                reader_progress.finished > round.number || !is_reader[other_rank]
-            },
-        )?;
+        let mut complete = self.wait(state, round, rank, |reader_progress, other_rank| {
+            reader_progress.finished > round.number || !is_reader[other_rank]
+        })?;
         complete.ranks[rank].awaits = None;
         Ok(())
     }
@@ -229,20 +213,20 @@ impl Board {
         own_rank: usize,
         owner: usize,
     ) -> CommError {
-        self.wait(self.lock(), round, &self.read[own_rank], |_, other_rank| {
+        self.wait(self.lock(), round, own_rank, |_, other_rank| {
             other_rank != owner
         })
         .map(drop)
         .expect_err("the wait for a rank that is never ready cannot succeed")
     }
 
-    /// Waits until all ranks are ready, and fails if one of them never will be. `changed` is
-    /// notified when that may be so.
+    /// Waits on a condition variable until all ranks are ready, and fails if one of them never will
+    /// be.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, BoardState>,
         round: &Round<'_>,
-        changed: &Condvar,
+        place: usize,
         is_ready: impl Fn(&RankProgress, usize) -> bool,
     ) -> Result<MutexGuard<'a, BoardState>, CommError> {
         let mut deadline = round.deadline;
@@ -268,7 +252,7 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            state = wait_timeout(changed, state, deadline - now);
+            state = wait_timeout(&self.changed[place], state, deadline - now);
         }
     }
 

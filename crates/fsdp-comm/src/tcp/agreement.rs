@@ -30,7 +30,6 @@ use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
 use super::inbox::{InboxState, timeout_error};
-use super::poll::Poll;
 use crate::backend::{Round, Tally, Vote};
 use crate::error::CommError;
 
@@ -71,7 +70,7 @@ impl InboxState {
         let state = self.groups.entry(group).or_default();
         let poll = state.polls.entry(round).or_default();
         poll.enter(state.schedule, vote, now);
-        self.has_news |= poll.is_spread();
+        self.has_news |= poll.spread.is_some();
     }
 
     /// Returns what this rank does next in a round that it has entered.
@@ -113,8 +112,13 @@ impl InboxState {
         let senders = poll.awaited_senders(schedule);
         let mut needed: Vec<usize> = senders.map(|rank| state.ranks[rank]).collect();
         let missing = poll.missing(schedule);
-        let missing: Vec<usize> = missing.into_iter().map(|rank| state.ranks[rank]).collect();
-        needed.extend(state.absent_ranks(round.number));
+        let missing: Vec<usize> = missing.map(|rank| state.ranks[rank]).collect();
+        let absent = state.absent_from.iter();
+        needed.extend(
+            absent
+                .filter(|&(_, first)| *first <= round.number)
+                .map(|(rank, _)| rank),
+        );
         if let Some(failure) = self.departed_error(group, round, &needed) {
             return Err(failure);
         }
@@ -122,15 +126,12 @@ impl InboxState {
         // is silent, because that one may have stopped.
         let spreads_at = self.spreads_at(entered, round);
         let misses_silent_rank = missing.iter().any(|&rank| self.peers[rank].is_silent(now));
-        let poll = self
-            .groups
-            .get_mut(&group)
-            .and_then(|state| state.polls.get_mut(&round.number));
-        let poll = poll.expect("this rank is in the round");
-        if !poll.is_spread() && now < spreads_at && !misses_silent_rank {
+        let state = self.groups.entry(group).or_default();
+        let poll = state.polls.entry(round.number).or_default();
+        if !poll.spread.is_some() && now < spreads_at && !misses_silent_rank {
             return Ok(Next::Wait(spreads_at.min(now + CHECK_INTERVAL)));
         }
-        poll.spread();
+        poll.spread.get_or_insert_default();
         let connects_at = *poll
             .connects_at
             .get_or_insert(now + SPREADING_TIME.min(round.timeout / 6));
@@ -157,10 +158,10 @@ impl InboxState {
             return Err(failure);
         }
         let wake_times = [round.deadline, connects_at, connects_at + ANSWER_TIMEOUT];
-        let wake_time = wake_times.into_iter().filter(|&wake| wake > now).min();
-        Ok(Next::Wait(wake_time.map_or(now + CHECK_INTERVAL, |wake| {
-            wake.min(now + CHECK_INTERVAL)
-        })))
+        let next_times = wake_times.into_iter().filter(|&wake| wake > now);
+        Ok(Next::Wait(
+            next_times.fold(now + CHECK_INTERVAL, Instant::min),
+        ))
     }
 
     /// Returns the time at which a rank that has entered a round at `entered` spreads the ballots
@@ -181,8 +182,8 @@ impl InboxState {
     #[cfg(any(test, feature = "nccl"))]
     pub(super) fn awaited_round(&self, group: u64, last_round: u64) -> Option<u64> {
         let mut polls = self.groups.get(&group)?.polls.range(..=last_round);
-        let (&round, _) = polls.find(|(_, poll)| poll.awaits_this_rank())?;
-        Some(round)
+        let awaited = polls.find(|(_, poll)| poll.awaits_this_rank());
+        awaited.map(|(&round, _)| round)
     }
 
     /// Returns the frames to send that no operation of this rank waits for: news to forward, and
@@ -190,20 +191,17 @@ impl InboxState {
     pub(super) fn notices(&mut self) -> Vec<Notice> {
         self.has_news = false;
         for (&group, state) in &mut self.groups {
-            let is_spread = state.polls.values().any(Poll::is_spread);
-            if state.ranks.is_empty() || !is_spread {
-                continue;
-            }
-            let schedule = state.schedule;
-            for (&round, poll) in &mut state.polls {
-                for body in poll.ballots_to_spread(schedule) {
-                    self.notices.extend(schedule.steps().map(|step| Notice {
-                        receiver: state.ranks[step.receiver],
-                        kind: Kind::Ballot,
-                        group,
-                        round,
-                        body: body.clone(),
-                    }));
+            // Before the ranks of the group are known, nothing can be spread.
+            for (&round, poll) in state.polls.iter_mut().filter(|_| !state.ranks.is_empty()) {
+                for body in poll.ballots_to_spread(state.schedule) {
+                    self.notices
+                        .extend(state.schedule.steps().map(|step| Notice {
+                            receiver: state.ranks[step.receiver],
+                            kind: Kind::Ballot,
+                            group,
+                            round,
+                            body: body.clone(),
+                        }));
                 }
             }
         }

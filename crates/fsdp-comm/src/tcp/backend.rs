@@ -197,9 +197,9 @@ impl TcpBackend {
     /// Returns the number of the first round, up to `last_number`, that another rank has entered
     /// but this one has not. It may be a round that is long over on this rank.
     pub(crate) fn awaited_round(&self, last_number: u64) -> Option<u64> {
-        let last_number = last_number + SETUP_ROUNDS;
-        let awaited = (self.node.inbox().lock()).awaited_round(self.members.id, last_number);
-        awaited.and_then(|number| number.checked_sub(SETUP_ROUNDS))
+        let inbox = self.node.inbox().lock();
+        let awaited = inbox.awaited_round(self.members.id, last_number + SETUP_ROUNDS);
+        awaited?.checked_sub(SETUP_ROUNDS)
     }
 
     /// Votes in a round that this rank has left out, with all others, which must call this too. Any
@@ -490,7 +490,7 @@ mod tests {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
         let heartbeat = |to| Notice::new(to, Kind::Heartbeat, &b""[..]);
-        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to).frame(), &round);
+        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to), &round);
         // While the receiver's inbox is locked, it reads none of the frames that the other rank has
         // sent.
         let busy = receiver.node.inbox().lock();
@@ -505,10 +505,7 @@ mod tests {
             drop(busy);
             sends.join().unwrap();
         });
-        let error = receiver
-            .node
-            .send(&heartbeat(1).frame(), &round)
-            .unwrap_err();
+        let error = receiver.node.send(&heartbeat(1), &round).unwrap_err();
         assert!(
             matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"),
             "{error}"

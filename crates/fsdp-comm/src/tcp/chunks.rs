@@ -78,7 +78,7 @@ impl<'a> OutgoingChunks<'a> {
         segment
             .word(Word::Planned)
             .store(shared.round.number + 1, Ordering::Release);
-        segment.notify(Notification::ToReaders);
+        segment.notify(Notification::Readers);
         // A place that only this rank reads is never written. But it counted above, because the
         // size of a chunk must be the same on all ranks.
         for place in &mut places {
@@ -124,7 +124,7 @@ impl<'a> OutgoingChunks<'a> {
             let consumed = segment.reader_word(reader, ReaderWord::Consumed);
             shared.wait(
                 segment,
-                Notification::ToOwner,
+                Notification::Owner,
                 || consumed.load(Ordering::Acquire) + 1 >= chunk_number,
                 || vec![shared.member.ranks[reader]],
             )?;
@@ -149,7 +149,7 @@ impl<'a> OutgoingChunks<'a> {
         segment
             .word(Word::Published)
             .store(self.published.chunks, Ordering::Release);
-        segment.notify(Notification::ToReaders);
+        segment.notify(Notification::Readers);
         self.sent_bytes += self.chunk_bytes;
         Ok(())
     }
@@ -225,7 +225,7 @@ impl<'a> IncomingChunks<'a> {
         segment
             .reader_word(self.shared.member.rank, ReaderWord::Consumed)
             .store(place.next_chunk, Ordering::Release);
-        segment.notify(Notification::ToOwner);
+        segment.notify(Notification::Owner);
     }
 
     /// Returns the segment of the sender.
@@ -262,7 +262,7 @@ impl<'a> IncomingChunks<'a> {
         let segment = self.segment();
         self.shared.wait(
             segment,
-            Notification::ToReaders,
+            Notification::Readers,
             || is_ready(segment),
             || vec![self.shared.member.ranks[self.sender]],
         )

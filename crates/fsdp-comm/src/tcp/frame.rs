@@ -58,30 +58,23 @@ pub(super) struct Frame {
 }
 
 /// A frame to send.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct OutgoingFrame<'a> {
+#[derive(Debug)]
+pub(super) struct OutgoingFrame<B> {
     pub(super) receiver: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,
-    pub(super) body: &'a [u8],
+    pub(super) body: B,
 }
 
-/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
-/// forward. Notices to several ranks can share their bodies.
-#[derive(Debug)]
-pub(super) struct Notice {
-    pub(super) receiver: usize,
-    pub(super) kind: Kind,
-    pub(super) group: u64,
-    pub(super) round: u64,
-    pub(super) body: Bytes,
-}
+/// A frame to send that no operation of this rank waits for: news to forward, or ballots to spread.
+/// Notices to several ranks can share their bodies.
+pub(super) type Notice = OutgoingFrame<Bytes>;
 
 impl Notice {
     /// Returns a notice that is about no group.
     pub(super) fn new(receiver: usize, kind: Kind, body: impl Into<Bytes>) -> Self {
-        Notice {
+        OutgoingFrame {
             receiver,
             kind,
             group: 0,
@@ -89,22 +82,11 @@ impl Notice {
             body: body.into(),
         }
     }
-
-    /// Returns the frame to send.
-    pub(super) fn frame(&self) -> OutgoingFrame<'_> {
-        OutgoingFrame {
-            receiver: self.receiver,
-            kind: self.kind,
-            group: self.group,
-            round: self.round,
-            body: &self.body,
-        }
-    }
 }
 
-impl OutgoingFrame<'_> {
+impl<B: AsRef<[u8]>> OutgoingFrame<B> {
     pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
-        header(self.kind, self.group, self.round, self.body.len())
+        header(self.kind, self.group, self.round, self.body.as_ref().len())
     }
 }
 

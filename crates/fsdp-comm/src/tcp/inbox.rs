@@ -95,7 +95,7 @@ pub(super) struct GroupState {
     /// has sent some.
     last_rounds: HashMap<usize, u64>,
     /// The global ranks that have died, each with the first round that it has not finished.
-    absent_from: BTreeMap<usize, u64>,
+    pub(super) absent_from: BTreeMap<usize, u64>,
 }
 
 impl GroupState {
@@ -121,14 +121,6 @@ impl GroupState {
                 || poll.is_in_progress
                 || !mem::replace(&mut poll.is_outdated, true)
         });
-    }
-
-    /// Returns the global ranks that have died before they had finished a round.
-    pub(super) fn absent_ranks(&self, round: u64) -> impl Iterator<Item = usize> {
-        let absent = self.absent_from.iter();
-        absent
-            .filter(move |&(_, &first_round)| first_round <= round)
-            .map(|(&rank, _)| rank)
     }
 }
 
@@ -249,7 +241,7 @@ impl InboxState {
                 }
                 let poll = state.polls.entry(round).or_default();
                 poll.receive(message);
-                self.has_news |= poll.is_spread();
+                self.has_news |= poll.spread.is_some();
             }
         }
         self.has_news |= !self.notices.is_empty();

@@ -434,7 +434,7 @@ impl Links {
     /// `go_on` says whether to try again.
     pub(super) fn write(
         &self,
-        frame: &OutgoingFrame<'_>,
+        frame: &OutgoingFrame<impl AsRef<[u8]>>,
         go_on: impl Fn() -> bool,
     ) -> io::Result<()> {
         match self.writers[frame.receiver].get() {
@@ -446,7 +446,7 @@ impl Links {
     /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the
     /// socket for longer, because it waits for a rank that does not read; then the frame is not
     /// sent.
-    pub(super) fn try_send(&self, frame: &OutgoingFrame<'_>) {
+    pub(super) fn try_send(&self, frame: &OutgoingFrame<impl AsRef<[u8]>>) {
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
         let Some(writer) = self.writers[frame.receiver].get() else {
             return;
@@ -474,7 +474,7 @@ impl Links {
             b"has left the group"
         };
         for other_rank in 0..self.writers.len() {
-            self.try_send(&Notice::new(other_rank, Kind::Goodbye, reason).frame());
+            self.try_send(&Notice::new(other_rank, Kind::Goodbye, reason));
         }
         // The loop above used only the connections on which this rank sends. On the others that it
         // has offered, no thread writes any more, and the other side may have registered them
@@ -482,7 +482,7 @@ impl Links {
         for connection in lock(&self.open_connections).iter().flatten() {
             if connection.is_offered && !self.sends_on(connection) {
                 let goodbye = Notice::new(connection.rank, Kind::Goodbye, reason);
-                write_frame(&connection.stream, &goodbye.frame(), || false).ok();
+                write_frame(&connection.stream, &goodbye, || false).ok();
             }
         }
     }
@@ -505,12 +505,9 @@ impl Links {
             self.inbox.change(|state| state.unsent_notices = due.len());
         }
         // The others must learn that a group has failed, or that a rank has ended, before they see
-        // this one leave; and ballots may still wait for a connection.
+        // this one leave.
         due.extend(self.inbox.lock().notices());
-        due.retain(|notice| {
-            let kind = notice.kind;
-            matches!(kind, Kind::Abort | Kind::Absent | Kind::Ballot)
-        });
+        due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Absent));
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
         loop {
             due.retain(|notice| !self.offer(notice));
@@ -536,11 +533,10 @@ impl Links {
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let frame = notice.frame();
-        let outcome = match write_start(&writer, &frame) {
+        let outcome = match write_start(&writer, notice) {
             Ok(0) => return false,
             // The frame has begun, so the rest of it must follow.
-            Ok(written) => write_rest(&writer, &frame, written, || {
+            Ok(written) => write_rest(&writer, notice, written, || {
                 let state = self.inbox.lock();
                 !state.leaving && state.peers[receiver].silence(Instant::now()) <= state.max_silence
             }),
@@ -613,7 +609,7 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
     writer: &TcpStream,
-    frame: &OutgoingFrame<'_>,
+    frame: &OutgoingFrame<impl AsRef<[u8]>>,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
     let written_bytes = write_start(writer, frame)?;
@@ -622,8 +618,12 @@ fn write_frame(
 
 /// Writes as much of `frame` as one system call takes, and returns the number of bytes: usually
 /// all, and none if the socket's timeout passes first. [`write_rest`] writes the rest.
-fn write_start(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
-    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(frame.body)]) {
+fn write_start(
+    mut writer: &TcpStream,
+    frame: &OutgoingFrame<impl AsRef<[u8]>>,
+) -> io::Result<usize> {
+    let body = IoSlice::new(frame.body.as_ref());
+    match writer.write_vectored(&[IoSlice::new(&frame.header()), body]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
         outcome => outcome,
     }
@@ -633,7 +633,7 @@ fn write_start(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<
 /// bytes. After each timeout of the socket, `go_on` says whether to try again.
 fn write_rest(
     mut writer: &TcpStream,
-    frame: &OutgoingFrame<'_>,
+    frame: &OutgoingFrame<impl AsRef<[u8]>>,
     written_bytes: usize,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
@@ -642,5 +642,5 @@ fn write_rest(
         frame::write(&mut writer, header_rest, &go_on)?;
     }
     let body_written = written_bytes.saturating_sub(header.len());
-    frame::write(&mut writer, &frame.body[body_written..], &go_on)
+    frame::write(&mut writer, &frame.body.as_ref()[body_written..], &go_on)
 }

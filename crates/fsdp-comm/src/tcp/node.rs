@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::Acceptor;
 use super::agreement::Next;
-use super::frame::{Kind, Notice, OutgoingFrame};
+use super::frame::{Kind, OutgoingFrame};
 use super::inbox::{HEARTBEAT_TIMEOUT, InboxState, JOB};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
@@ -151,7 +151,7 @@ impl Node {
     /// cannot end, if there was one before.
     pub(super) fn write(
         &self,
-        frame: &OutgoingFrame<'_>,
+        frame: &OutgoingFrame<impl AsRef<[u8]>>,
         round: &Round<'_>,
     ) -> Result<(), Option<CommError>> {
         let &OutgoingFrame {
@@ -194,7 +194,7 @@ impl Node {
     /// is over.
     pub(super) fn send(
         &self,
-        frame: &OutgoingFrame<'_>,
+        frame: &OutgoingFrame<impl AsRef<[u8]>>,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
         let &OutgoingFrame {
@@ -243,23 +243,23 @@ impl Node {
                         has_reached_neighbours = true;
                         let neighbours = state.groups[&group].neighbours();
                         drop(state);
-                        neighbours
-                            .into_iter()
-                            .for_each(|rank| self.links.reach(rank));
+                        for rank in neighbours {
+                            self.links.reach(rank);
+                        }
                         state = self.inbox().lock();
                     }
                 }
                 Next::Send { receiver, messages } => {
                     drop(state);
-                    for body in messages {
-                        let ballots = Notice {
+                    for body in &messages {
+                        let ballots = OutgoingFrame {
                             receiver,
                             kind: Kind::Ballot,
                             group,
                             round: round.number,
                             body,
                         };
-                        self.pass_on(ballots, round)?;
+                        self.pass_on(&ballots, round)?;
                     }
                     state = self.inbox().lock();
                 }
@@ -268,26 +268,28 @@ impl Node {
     }
 
     /// Sends ballots. While the other rank does not read, this waits until the round's deadline. It
-    /// does not wait for a connection: then the ballots are sent once there is one. It is not an
-    /// error if the other rank is gone: it may have all ballots already. If it is still needed, the
-    /// vote itself fails.
-    fn pass_on(&self, ballots: Notice, round: &Round<'_>) -> Result<(), CommError> {
-        if !self.links.is_connected(ballots.receiver) {
-            self.notify(ballots);
-            return Ok(());
+    /// is not an error if the other rank is gone: it may have all ballots already. If it is still
+    /// needed, the vote itself fails.
+    fn pass_on(
+        &self,
+        frame: &OutgoingFrame<impl AsRef<[u8]>>,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
+        let connected = self.await_connection(frame.receiver, frame.group, round);
+        let outcome = connected
+            .map_err(Some)
+            .and_then(|()| self.write(frame, round));
+        match outcome {
+            Err(Some(failure))
+                if self.inbox().lock().peers[frame.receiver]
+                    .departure
+                    .is_none() =>
+            {
+                Err(failure)
+            }
+            // If the group has failed, the vote fails next.
+            Ok(()) | Err(_) => Ok(()),
         }
-        match self.write(&ballots.frame(), round) {
-            Err(Some(failure)) => Err(failure),
-            Ok(()) | Err(None) => Ok(()),
-        }
-    }
-
-    /// Hands a notice to the thread that sends notices, which sends it as soon as there is a
-    /// connection.
-    fn notify(&self, notice: Notice) {
-        self.links.reach(notice.receiver);
-        self.inbox().lock().notices.push(notice);
-        self.inbox().wake_notice_sender();
     }
 
     /// Lets a group fail on this rank, and tells its neighbours in the group. This rank may end

@@ -30,9 +30,6 @@ pub(super) struct Poll {
     unsettled: Vec<Message>,
     /// The time at which this rank entered the round.
     pub(super) entered: Option<Instant>,
-    /// The number of attachments that this rank holds without a gap, from its own on in the order
-    /// of ranks. It sends these.
-    run_len: usize,
     /// The number of steps in which this rank has sent.
     sent_steps: usize,
     /// `true` while this rank is in the round.
@@ -40,7 +37,7 @@ pub(super) struct Poll {
     /// `true` if a later round is over on this rank.
     pub(super) is_outdated: bool,
     /// The ranks whose ballots this one has spread; `None` while nobody has waited for long.
-    spread: Option<BTreeSet<usize>>,
+    pub(super) spread: Option<BTreeSet<usize>>,
     /// The time at which this rank, if it has waited for long, connects to those that are missing.
     pub(super) connects_at: Option<Instant>,
     /// `true` if it has done so.
@@ -100,7 +97,7 @@ impl Poll {
     /// Takes a message of another rank.
     pub(super) fn receive(&mut self, message: Message) {
         if message.is_spread {
-            self.spread();
+            self.spread.get_or_insert_default();
         }
         self.unsettled.push(message);
     }
@@ -192,16 +189,8 @@ impl Poll {
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<(Step, Vec<Bytes>)> {
         let step = schedule.steps().nth(self.sent_steps)?;
         self.entered?;
-        // Ballots may have come since the last call: count on.
-        let mut following = schedule
-            .consecutive_ranks(schedule.rank(), schedule.ranks())
-            .skip(self.run_len);
-        while let Some(rank) = following.next()
-            && self.attachment(rank).is_some()
-        {
-            self.run_len += 1;
-        }
-        if self.run_len < step.count {
+        let mut ranks = schedule.consecutive_ranks(schedule.rank(), step.count);
+        if ranks.any(|rank| self.attachment(rank).is_none()) {
             return None;
         }
         self.sent_steps += 1;
@@ -210,16 +199,6 @@ impl Poll {
             false,
         );
         Some((step, messages))
-    }
-
-    /// Lets this rank spread ballots from now on, because it or another one has waited for long.
-    pub(super) fn spread(&mut self) {
-        self.spread.get_or_insert_default();
-    }
-
-    /// Returns `true` if this rank spreads the ballots that it has.
-    pub(super) fn is_spread(&self) -> bool {
-        self.spread.is_some()
     }
 
     /// Returns the messages with the ballots that this rank has not spread yet, and counts them as
@@ -237,15 +216,11 @@ impl Poll {
         self.messages(news.into_iter(), true)
     }
 
-    /// Returns `true` if this rank has entered the round, and has the ballots of all.
-    pub(super) fn is_complete(&self, schedule: Schedule) -> bool {
-        self.entered.is_some() && self.known_ranks == schedule.ranks()
-    }
-
     /// Returns the result once this rank has the ballots of all, and has sent on those that others
     /// wait for; `None` before.
     pub(super) fn tally(&self, schedule: Schedule) -> Option<Tally> {
-        if self.sent_steps < schedule.steps().count() || !self.is_complete(schedule) {
+        let has_sent_all = self.sent_steps == schedule.steps().count();
+        if self.entered.is_none() || !has_sent_all || self.known_ranks < schedule.ranks() {
             return None;
         }
         Some(Tally {
@@ -260,10 +235,8 @@ impl Poll {
     }
 
     /// Returns the ranks whose ballots are not here.
-    pub(super) fn missing(&self, schedule: Schedule) -> Vec<usize> {
-        (0..schedule.ranks())
-            .filter(|&rank| self.attachment(rank).is_none())
-            .collect()
+    pub(super) fn missing(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
+        (0..schedule.ranks()).filter(|&rank| self.attachment(rank).is_none())
     }
 
     /// Returns the ranks from which this one still needs ballots in some step of the schedule.
@@ -368,10 +341,10 @@ mod tests {
         let mut poll = Poll::default();
         deliver(&mut poll, &messages[..2]);
         poll.settle(schedule);
-        assert_eq!(poll.missing(schedule), [0, 1, 2, 3, 4]);
+        assert!(poll.missing(schedule).eq([0, 1, 2, 3, 4]));
         deliver(&mut poll, &messages[2..]);
         poll.settle(schedule);
-        assert_eq!(poll.missing(schedule), [0, 1, 2, 3]);
+        assert!(poll.missing(schedule).eq([0, 1, 2, 3]));
         assert!((4..9).all(|rank| poll.attachment(rank) == Some(&long(rank))));
     }
 
@@ -405,7 +378,7 @@ mod tests {
         // The last step needs no more than what it has.
         let (step, _) = poll.next_step(schedule).unwrap();
         assert_eq!((step.receiver, step.count), (0, 2));
-        assert_eq!(poll.missing(schedule), [2, 3]);
+        assert!(poll.missing(schedule).eq([2, 3]));
         assert_eq!(poll.awaited_senders(schedule).collect::<Vec<_>>(), [2]);
         assert_eq!(poll.tally(schedule), None);
         deliver(&mut poll, &messages_of(schedule, 2, 2, attachment));
@@ -424,7 +397,7 @@ mod tests {
         let mut poll = Poll::default();
         deliver(&mut poll, &messages_of(schedule, 5, 2, attachment));
         assert!(poll.ballots_to_spread(schedule).is_empty());
-        poll.spread();
+        poll.spread = Some(BTreeSet::new());
         let spread = |poll: &mut Poll| -> Vec<(usize, Bytes)> {
             let messages = poll.ballots_to_spread(schedule).into_iter();
             messages

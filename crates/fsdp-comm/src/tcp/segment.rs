@@ -72,8 +72,6 @@ pub(super) enum Word {
     Verdict,
     /// A part of the merged ballot of the last vote, by its number.
     MergedBallot(usize),
-    /// The length of all attachments in the last vote.
-    AllAttachments,
 }
 
 /// A word of a segment about one of its readers.
@@ -94,11 +92,11 @@ pub(super) enum ReaderWord {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Notification {
     /// The owner has published.
-    ToReaders,
+    Readers,
     /// A reader has consumed a chunk.
-    ToOwner,
+    Owner,
     /// There is a verdict. Only that of rank 0 is used.
-    ToGroup,
+    Group,
 }
 
 /// The shared memory of one rank, as this process has mapped it.
@@ -180,7 +178,6 @@ impl Segment {
             Word::AllBallots => LINE_BYTES * ALL_BALLOTS_LINE,
             Word::Verdict => LINE_BYTES * VERDICT_LINE,
             Word::MergedBallot(part) => LINE_BYTES * VERDICT_LINE + 8 * (1 + part),
-            Word::AllAttachments => LINE_BYTES * VERDICT_LINE + 8 * (1 + BALLOT_WORDS),
         })
     }
 
@@ -379,7 +376,7 @@ mod tests {
             scope.spawn(|| {
                 while !has_voted() {
                     reader.wait_for_notification(
-                        Notification::ToReaders,
+                        Notification::Readers,
                         Duration::from_secs(60),
                         has_voted,
                     );
@@ -387,7 +384,7 @@ mod tests {
             });
             std::thread::sleep(Duration::from_millis(20));
             owner.word(Word::Voted).store(1, Ordering::Release);
-            owner.notify(Notification::ToReaders);
+            owner.notify(Notification::Readers);
         });
     }
 }

@@ -149,14 +149,15 @@ impl SharedMemory {
         self.conclude(member, round, *complete_votes, voting)?;
         *complete_votes += 1;
         // Step 3: read the outcome. Nobody writes it before this rank has voted once more.
+        let ballot = group.ballot(Word::MergedBallot);
         let mut attachments = vec![Bytes::new(); self.segments.len()];
-        if group.word(Word::AllAttachments).load(Ordering::Relaxed) > 0 {
+        if ballot.has_attachments {
             for (attachment, segment) in attachments.iter_mut().zip(&self.segments) {
                 *attachment = Bytes::copy_from_slice(segment.attachment(parity));
             }
         }
         Ok(Tally {
-            ballot: group.ballot(Word::MergedBallot),
+            ballot,
             attachments,
             sent_ballots: usize::from(self.segments.len() > 1),
         })
@@ -200,12 +201,11 @@ impl SharedMemory {
                 .collect()
         };
         self.shared_round(member, round)
-            .wait(group, Notification::ToGroup, is_over, missing)
+            .wait(group, Notification::Group, is_over, missing)
     }
 
     /// Merges the ballots of all ranks, once all have voted.
-    fn count_ballots(&self, complete_votes: u64) {
-        let parity = (complete_votes % 2) as usize;
+    fn count_ballots(&self) {
         let ballots = self
             .segments
             .iter()
@@ -213,15 +213,7 @@ impl SharedMemory {
         let merged = ballots
             .reduce(Ballot::merge)
             .expect("a group has at least one rank");
-        let lens = self.segments.iter().map(|segment| {
-            let len = segment.word(Word::AttachmentLen(parity));
-            len.load(Ordering::Relaxed)
-        });
-        let group = &self.segments[0];
-        group.write_ballot(merged, Word::MergedBallot);
-        group
-            .word(Word::AllAttachments)
-            .store(lens.fold(0, u64::saturating_add), Ordering::Relaxed);
+        self.segments[0].write_ballot(merged, Word::MergedBallot);
     }
 
     /// Makes all ranks agree on the end of a vote: all have voted, or it has failed. The first rank
@@ -241,7 +233,7 @@ impl SharedMemory {
         let mut decided = verdict.load(Ordering::Acquire);
         if decided == complete_votes {
             let own_verdict = if voting.is_ok() {
-                self.count_ballots(complete_votes);
+                self.count_ballots();
                 complete_votes + 1
             } else {
                 FAILED | (member.rank as u64) << RANK_SHIFT | complete_votes
@@ -255,7 +247,7 @@ impl SharedMemory {
                 Ordering::Acquire,
             ) {
                 Ok(_) => {
-                    group.notify(Notification::ToGroup);
+                    group.notify(Notification::Group);
                     return voting;
                 }
                 Err(other_verdict) => decided = other_verdict,
