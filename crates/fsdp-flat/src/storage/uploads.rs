@@ -141,6 +141,9 @@ impl Drop for Block {
     }
 }
 
+/// A range of a block that is nobody else's.
+type BlockRange = (Arc<Block>, Range<usize>);
+
 /// The blocks of a process.
 #[derive(Default)]
 struct Pool {
@@ -205,7 +208,7 @@ impl Pool {
 ///
 /// # Errors
 /// The driver's.
-fn take(ordinal: usize, len: usize) -> Result<Option<(Arc<Block>, Range<usize>)>, FlatError> {
+fn take(ordinal: usize, len: usize) -> Result<Option<BlockRange>, FlatError> {
     if len > BLOCK_BYTES {
         return Ok(None);
     }
