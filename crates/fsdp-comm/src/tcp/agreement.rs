@@ -128,7 +128,7 @@ impl InboxState {
         let misses_silent_rank = missing.iter().any(|&rank| self.peers[rank].is_silent(now));
         let state = self.groups.entry(group).or_default();
         let poll = state.polls.entry(round.number).or_default();
-        if !poll.spread.is_some() && now < spreads_at && !misses_silent_rank {
+        if poll.spread.is_none() && now < spreads_at && !misses_silent_rank {
             return Ok(Next::Wait(spreads_at.min(now + CHECK_INTERVAL)));
         }
         poll.spread.get_or_insert_default();

@@ -431,6 +431,8 @@ impl ShardedParameters {
         // A sum of squares on the GPU is not finite if an element is not, and only that sum comes
         // to the host.
         let (squares, _) = device::norm_part(&on_device, false, &[])?;
+        // Gradients whose reduction has failed say nothing.
+        self.synchronize()?;
         device::scale(&on_device, factor)?;
         Ok(self.unscale_host_gradients(factor)? && squares.is_finite())
     }
@@ -440,15 +442,13 @@ impl ShardedParameters {
         let mut is_finite = true;
         for grad in self.gradients_by_place().0 {
             with_float!(grad.dtype(), T => {
-                for x in HostSliceMut::<T>::write(grad)?.iter_mut() {
+                for x in HostSliceMut::<T>::write(&grad)?.iter_mut() {
                     let value = WithDType::to_f64(*x);
                     is_finite &= value.is_finite();
                     *x = <T as WithDType>::from_f64(value * factor);
                 }
             });
         }
-        // Gradients whose reduction has failed say nothing.
-        self.synchronize()?;
         Ok(is_finite)
     }
 }
