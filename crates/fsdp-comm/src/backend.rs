@@ -36,8 +36,9 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
-    /// `plan` is called once, with the outcome. If it returns `None`, no bytes move. The plans of all ranks must fit together. When this returns, with or without an
-    /// error, no rank reads `send` any more.
+    /// `plan` is called once, with the outcome. If it returns `None`, no bytes move. The plans of
+    /// all ranks must fit together. When this returns, with or without an error, no rank reads
+    /// `send` any more.
     ///
     /// # Errors
     /// A rank that is missing at the deadline or has left; an abort; the error of `plan` itself.

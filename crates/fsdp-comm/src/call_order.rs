@@ -18,8 +18,8 @@ pub(crate) enum Expectation {
 /// The calls of a step so far, and those that all ranks expect.
 #[derive(Debug, Default)]
 pub(crate) struct CallOrder {
-    /// `true` once a step has begun. Before, nothing is recorded: a program that never begins a step
-    /// would record without end.
+    /// `true` once a step has begun. Before, nothing is recorded: a program that never begins a
+    /// step would record without end.
     is_recorded: bool,
     /// The hashes of the calls of the step before, if all ranks have made the same; else none.
     expected: Vec<u128>,

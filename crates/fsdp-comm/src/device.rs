@@ -1,9 +1,9 @@
 //! Collectives on GPU memory, between GPUs directly, without a copy on the host.
 //!
 //! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of
-//! slices. All ranks first agree on the call, as on the host, unless it is one that
-//! [all of them expect](DeviceGroup::begin_step), and then queue it: an operation returns before the
-//! GPU has done it.
+//! slices. All ranks first agree on the call, as on the host, unless it is one that [all of them
+//! expect](DeviceGroup::begin_step), and then queue it: an operation returns before the GPU has
+//! done it.
 //!
 //! To the stream of its slices an operation is like a kernel: it comes after all earlier work, and
 //! later work sees its result. So memory may be freed on that stream, or used for something else
@@ -176,11 +176,11 @@ impl DeviceGroup<'_> {
     /// this at the same place, with the same `is_same`: `true` if they have told each other their
     /// [`calls_hash`](Self::calls_hash), and all were equal.
     ///
-    /// Then all ranks expect the same calls once more, and operations on GPU memory that come in the
-    /// expected order begin without an agreement. If a rank makes another call, all others vote on
-    /// theirs: either all of them make the new one, and go on without an expected order until the
-    /// next step, or all get the error that names their calls. The same is done for a call that takes
-    /// long, so that the error at its deadline names the ranks that have not made it.
+    /// Then all ranks expect the same calls once more, and operations on GPU memory that come in
+    /// the expected order begin without an agreement. If a rank makes another call, all others vote
+    /// on theirs: either all of them make the new one, and go on without an expected order until
+    /// the next step, or all get the error that names their calls. The same is done for a call that
+    /// takes long, so that the error at its deadline names the ranks that have not made it.
     pub fn begin_step(&self, is_same: bool) {
         self.group.begin_step(is_same);
     }

@@ -149,7 +149,7 @@ impl Fault {
     }
 }
 
-/// What a rank shows all others if they are not unanimous, so that the error can say why.
+/// The record that a rank shows all others if they are not unanimous, so that the error says why.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) call: Call,

@@ -201,8 +201,8 @@ fn work(group: &ProcessGroup, end: &AtomicBool) -> usize {
     }
 }
 
-/// Lets strangers bother a job. The ports of its ranks stay open if it has more ranks than connect at
-/// the start.
+/// Lets strangers bother a job. The ports of its ranks stay open if it has more ranks than connect
+/// at the start.
 fn bother_a_job(connect_all_up_to: usize) {
     let greeting = greeting();
     assert!(!greeting.is_empty());

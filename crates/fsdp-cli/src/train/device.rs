@@ -37,7 +37,8 @@ impl DeviceName {
 }
 
 /// Opens the GPU of a rank, which has its number on this machine. If there are more ranks than
-/// GPUs, they share. If the ranks' GPUs communicate directly, that can overlap with the computation.
+/// GPUs, they share. If the ranks' GPUs communicate directly, that can overlap with the
+/// computation.
 ///
 /// # Errors
 /// The GPU cannot be used.

@@ -18,9 +18,9 @@ use crate::sync::{lock, wait_timeout};
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<BoardState>,
-    /// For each rank, the condition variable on which it waits for its readers, and then one on which
-    /// all wait for the end of a vote. A rank is woken when it can go on, and not for each step of
-    /// another one: with many ranks on few cores, waking them would take longer than their
+    /// For each rank, the condition variable on which it waits for its readers, and then one on
+    /// which all wait for the end of a vote. A rank is woken when it can go on, and not for each
+    /// step of another one: with many ranks on few cores, waking them would take longer than their
     /// computation.
     changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,

@@ -1,9 +1,9 @@
-//! Agreements that ranks leave out while all of them make the calls that all expect, and make up for
-//! when one of them does not, or when a call takes long.
+//! Agreements that ranks leave out while all of them make the calls that all expect, and make up
+//! for when one of them does not, or when a call takes long.
 //!
 //! A rank that leaves the order of calls, or has an error, votes before it sends anything. The
-//! watchers of the others see its ballot, and vote on the call that their ranks have made instead. So
-//! all ranks get the error that an agreement in time would have given.
+//! watchers of the others see its ballot, and vote on the call that their ranks have made instead.
+//! So all ranks get the error that an agreement in time would have given.
 
 use std::collections::VecDeque;
 

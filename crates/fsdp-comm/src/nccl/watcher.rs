@@ -32,8 +32,8 @@ pub(super) enum Origin {
     Split(NcclCommunicator),
 }
 
-/// The time before the deadline of an operation at which ranks make up for its agreement, or half of
-/// the time that it may take if that is shorter.
+/// The time before the deadline of an operation at which ranks make up for its agreement, or half
+/// of the time that it may take if that is shorter.
 const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 
 /// A communicator and its watcher.

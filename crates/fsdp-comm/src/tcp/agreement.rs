@@ -33,8 +33,8 @@ use super::inbox::{InboxState, timeout_error};
 use crate::backend::{Round, Tally, Vote};
 use crate::error::CommError;
 
-/// The time before the deadline at which a rank spreads the ballots that it has, or half of the time
-/// that the operation may take if that is shorter.
+/// The time before the deadline at which a rank spreads the ballots that it has, or half of the
+/// time that the operation may take if that is shorter.
 const SPREADS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 
 /// The time after which a rank that has waited for long connects to those whose ballots are still

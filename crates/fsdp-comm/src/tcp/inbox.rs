@@ -658,8 +658,8 @@ mod tests {
         state
     }
 
-    /// Returns the ranks to which there is a notice of this kind about a group. Besides, only heartbeats may be
-    /// sent.
+    /// Returns the ranks to which there is a notice of this kind about a group. Besides, only
+    /// heartbeats may be sent.
     fn told(state: &mut InboxState, kind: Kind, group: u64) -> Vec<usize> {
         let notices = state.notices();
         let others = [kind, Kind::Heartbeat, Kind::Absent];

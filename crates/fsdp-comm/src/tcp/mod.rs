@@ -6,8 +6,8 @@
 //! of them first needs to send to the other ([`links`]). Groups whose ranks are all on one host
 //! carry out their rounds through shared memory ([`shared`]) instead.
 //!
-//! In a [round](crate::backend) the ballots of all ranks are merged on their way through other ranks
-//! ([`agreement`]), in the order of [`schedule`].
+//! In a [round](crate::backend) the ballots of all ranks are merged on their way through other
+//! ranks ([`agreement`]), in the order of [`schedule`].
 
 mod acceptor;
 mod agreement;

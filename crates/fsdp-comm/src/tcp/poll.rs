@@ -2,9 +2,9 @@
 //! rank, and its part in sending them on.
 //!
 //! A message brings the ballots of consecutive ranks, merged into one, and their attachments. Empty
-//! ones are left out, so that a vote without attachments takes [`MESSAGE_BYTES`] in each step of the
-//! [schedule](super::schedule). If some ranks have waited for long, all *spread* the ballots that they
-//! have, beside these steps.
+//! ones are left out, so that a vote without attachments takes [`MESSAGE_BYTES`] in each step of
+//! the [schedule](super::schedule). If some ranks have waited for long, all *spread* the ballots
+//! that they have, beside these steps.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -54,8 +54,8 @@ pub(super) struct Message {
     first_rank: usize,
     /// Their number; 0 if the message brings those of other ranks.
     rank_count: usize,
-    /// Those of their attachments that are not empty, or the attachments of other ranks, each with
-    /// its rank.
+    /// The attachments of these ranks that are not empty, or those of other ranks, each with its
+    /// rank.
     attachments: Vec<(usize, Bytes)>,
 }
 
@@ -120,7 +120,8 @@ impl Poll {
     }
 
     /// Returns messages with the ballots of ranks, which are all here. There is one message, unless
-    /// that would be much longer than a chunk. Unless they spread ballots, the ranks are consecutive.
+    /// that would be much longer than a chunk. Unless they spread ballots, the ranks are
+    /// consecutive.
     fn messages(&self, ranks: impl Iterator<Item = usize>, is_spread: bool) -> Vec<Bytes> {
         let ballot = self.ballot.unwrap_or(Ballot::blank()).to_bytes();
         let mut ranks = ranks.peekable();

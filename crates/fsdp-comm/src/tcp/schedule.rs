@@ -25,8 +25,8 @@ pub(super) struct Step {
     pub(super) receiver: usize,
     /// The rank that this one receives from.
     pub(super) sender: usize,
-    /// The number of ranks whose ballots are sent, and of those whose ballots are received. The first
-    /// of them are this rank and `sender`; the others follow in the order of ranks.
+    /// The number of ranks whose ballots are sent, and of those whose ballots are received. The
+    /// first of them are this rank and `sender`; the others follow in the order of ranks.
     pub(super) count: usize,
 }
 

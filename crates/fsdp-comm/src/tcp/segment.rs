@@ -50,8 +50,8 @@ pub(super) const BALLOT_WORDS: usize = BALLOT_BYTES.div_ceil(8);
 
 const PAGE_BYTES: usize = 4096;
 
-/// A word of a segment. Its owner writes it, except for those of the group, which are in the segment
-/// of rank 0, and which all ranks write.
+/// A word of a segment. Its owner writes it, except for those of the group, which are in the
+/// segment of rank 0, and which all ranks write.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Word {
     /// The token of the owner. A process that finds another one has mapped the wrong memory.

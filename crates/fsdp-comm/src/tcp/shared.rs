@@ -36,10 +36,10 @@ use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
 ///
-/// The verdict is a word in the segment of rank 0, by which all ranks agree on the end of each vote.
-/// Without this bit, it is the number of complete votes. With this bit, its other bits are the
-/// number of complete votes, which is also the number of the vote that failed, and the rank that
-/// gave up.
+/// The verdict is a word in the segment of rank 0, by which all ranks agree on the end of each
+/// vote. Without this bit, it is the number of complete votes. With this bit, its other bits are
+/// the number of complete votes, which is also the number of the vote that failed, and the rank
+/// that gave up.
 const FAILED: u64 = 1 << 63;
 /// The position of the rank in a verdict. The bits below it are the number of votes.
 const RANK_SHIFT: u32 = 40;

@@ -27,8 +27,8 @@ use crate::error::FlatError;
 pub enum Streams {
     /// One for all threads, in which work is done in the order in which they queue it.
     One,
-    /// One for each thread, as candle's `Device::new_cuda` has them. Collectives of a thread overlap
-    /// with the computation of another.
+    /// One for each thread, as candle's `Device::new_cuda` has them. Collectives of a thread
+    /// overlap with the computation of another.
     PerThread,
 }
 
@@ -51,7 +51,8 @@ pub fn open(ordinal: usize, streams: Streams) -> Result<Device, FlatError> {
     if let Device::Cuda(cuda_device) = &device {
         if streams == Streams::One {
             // SAFETY: all that candle does with this device's memory is in its one stream. Code of
-            // this project that uses another stream makes it wait for that one, and that one for it.
+            // this project that uses another stream makes it wait for that one, and that one for
+            // it.
             unsafe { cuda_device.disable_event_tracking() };
         }
         keep_freed_memory(cuda_device.cuda_stream().context()).map_err(cuda_error)?;

@@ -72,8 +72,8 @@ impl Groups {
         Ok(0)
     }
 
-    /// Begins a step. If `is_same`, the ranks made the same calls on GPU memory in the last one: they
-    /// do not agree on those again.
+    /// Begins a step. If `is_same`, the ranks made the same calls on GPU memory in the last one:
+    /// they do not agree on those again.
     #[cfg(feature = "nccl")]
     pub(crate) fn begin_step(&self, is_same: bool) {
         for device in self.device_groups() {
