@@ -232,8 +232,10 @@ impl BackgroundSave {
                 LocalState::new(&state, copies, self.request.options.progress.clone())
             }
             Err(error) => {
-                // Some copies may be under way, and nothing may change before they end.
-                drop(copies);
+                // Some copies may be under way, and nothing may change before they end: this waits.
+                {
+                    let _ended = copies;
+                }
                 drop(self.guard);
                 Err(error.into())
             }

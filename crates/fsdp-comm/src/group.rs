@@ -312,7 +312,7 @@ pub(crate) struct Turn<'g> {
     pub(crate) call: Call,
     timeout: Duration,
     deadline: Instant,
-    /// Whether the ranks have to agree on the call yet.
+    /// The state of the agreement on the call.
     #[cfg(feature = "nccl")]
     agreement: Agreement,
 }

@@ -156,7 +156,7 @@ pub(crate) struct Record {
     pub(crate) fault: Option<Fault>,
 }
 
-/// What a rank attaches to its ballot: numbers, and its payload if that is small.
+/// The bytes that a rank attaches to its ballot: numbers, and its payload if that is small.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Attachment<'a> {
     /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema

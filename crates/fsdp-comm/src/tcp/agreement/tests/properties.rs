@@ -1,4 +1,4 @@
-//! What groups do, whatever their ranks and the network do.
+//! Properties of groups, whatever their ranks and the network do.
 
 use super::*;
 
