@@ -64,14 +64,12 @@ pub(super) enum Word {
     Planned,
     /// The length of the owner's attachment in votes of this parity.
     AttachmentLen(usize),
-    /// A part of the owner's ballot, by its number.
-    Ballot(usize),
+    /// A part of the owner's ballot in votes of a parity: the parity, and the number of the part.
+    Ballot(usize, usize),
     /// The number of ballots that all ranks of the group have cast, over all votes.
     AllBallots,
     /// The verdict on the group's votes.
     Verdict,
-    /// A part of the merged ballot of the last vote, by its number.
-    MergedBallot(usize),
 }
 
 /// A word of a segment about one of its readers.
@@ -174,10 +172,11 @@ impl Segment {
             Word::Published => 16,
             Word::Planned => 24,
             Word::AttachmentLen(parity) => 32 + 8 * (parity % 2),
-            Word::Ballot(part) => LINE_BYTES * BALLOT_LINE + 8 * part,
+            Word::Ballot(parity, part) => {
+                LINE_BYTES * BALLOT_LINE + LINE_BYTES / 2 * (parity % 2) + 8 * part
+            }
             Word::AllBallots => LINE_BYTES * ALL_BALLOTS_LINE,
             Word::Verdict => LINE_BYTES * VERDICT_LINE,
-            Word::MergedBallot(part) => LINE_BYTES * VERDICT_LINE + 8 * (1 + part),
         })
     }
 
@@ -289,22 +288,23 @@ impl Segment {
         self.bytes(self.attachment_offset(parity), len.min(ATTACHMENT_BYTES))
     }
 
-    /// Writes a ballot into the words that `part` returns.
-    pub(super) fn write_ballot(&self, ballot: Ballot, part: impl Fn(usize) -> Word) {
+    /// Writes the owner's ballot in a vote of this parity.
+    pub(super) fn write_ballot(&self, parity: usize, ballot: Ballot) {
         let mut bytes = [0; 8 * BALLOT_WORDS];
         bytes[..BALLOT_BYTES].copy_from_slice(&ballot.to_bytes());
         for (number, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
             let word = u64::from_le_bytes(*word);
-            self.word(part(number)).store(word, Ordering::Relaxed);
+            self.word(Word::Ballot(parity, number))
+                .store(word, Ordering::Relaxed);
         }
     }
 
-    /// Returns the ballot in the words that `part` returns.
-    pub(super) fn ballot(&self, part: impl Fn(usize) -> Word) -> Ballot {
+    /// Returns the owner's ballot in a vote of this parity.
+    pub(super) fn ballot(&self, parity: usize) -> Ballot {
         let mut bytes = [0; 8 * BALLOT_WORDS];
         for (number, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             *word = self
-                .word(part(number))
+                .word(Word::Ballot(parity, number))
                 .load(Ordering::Relaxed)
                 .to_le_bytes();
         }
@@ -338,7 +338,7 @@ mod tests {
         let reader = Segment::open(std::process::id(), file.as_raw_fd(), 3).unwrap();
         owner.write_attachment(1, b"attachment");
         let ballot = Ballot::new(&"call").unwrap();
-        owner.write_ballot(ballot, Word::Ballot);
+        owner.write_ballot(1, ballot);
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
         reader
             .reader_word(2, ReaderWord::Consumed)
@@ -347,7 +347,8 @@ mod tests {
             (reader.attachment(1), reader.attachment(0)),
             (&b"attachment"[..], &b""[..])
         );
-        assert_eq!(reader.ballot(Word::Ballot), ballot);
+        assert_eq!(reader.ballot(1), ballot);
+        assert_ne!(reader.ballot(0), ballot);
         assert_eq!(reader.window(1, WINDOW_BYTES - 3, 3), b"end");
         assert_eq!(
             owner

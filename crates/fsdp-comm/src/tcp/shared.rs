@@ -7,10 +7,10 @@
 //! share the window.
 //!
 //! A round has these steps:
-//! 1. Each rank writes its ballot and its attachment, and counts itself. The last one merges all
-//!    ballots, and wakes the others.
+//! 1. Each rank writes its ballot and its attachment, and counts itself. The last one wakes the
+//!    others.
 //! 2. All agree on a verdict: the vote is complete, or it has failed.
-//! 3. Each rank plans from the outcome what it sends and reads, and tells its readers where their
+//! 3. Each rank merges all ballots, plans from the outcome what it sends and reads, and tells its readers where their
 //!    chunks will lie.
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
@@ -134,11 +134,11 @@ impl SharedMemory {
         }
         let mut complete_votes = lock(&self.complete_votes);
         let parity = (*complete_votes % 2) as usize;
-        // Step 1: cast this rank's ballot. The attachment overwrites that of the vote before last,
-        // which nobody reads any more, because all ranks have voted since then.
+        // Step 1: cast this rank's ballot. The ballot and the attachment overwrite those of the vote
+        // before last, which nobody reads any more, because all ranks have voted since then.
         let own_segment = &self.segments[member.rank];
         own_segment.write_attachment(parity, attachment);
-        own_segment.write_ballot(ballot, Word::Ballot);
+        own_segment.write_ballot(parity, ballot);
         own_segment
             .word(Word::Voted)
             .store(*complete_votes + 1, Ordering::Release);
@@ -148,8 +148,11 @@ impl SharedMemory {
         let voting = self.wait_until_all_have_voted(member, round, *complete_votes);
         self.conclude(member, round, *complete_votes, voting)?;
         *complete_votes += 1;
-        // Step 3: read the outcome. Nobody writes it before this rank has voted once more.
-        let ballot = group.ballot(Word::MergedBallot);
+        // Step 3: merge all ballots. Nobody overwrites them before this rank has voted once more.
+        let ballots = self.segments.iter().map(|segment| segment.ballot(parity));
+        let ballot = ballots
+            .reduce(Ballot::merge)
+            .expect("a group has at least one rank");
         let mut attachments = vec![Bytes::new(); self.segments.len()];
         if ballot.has_attachments {
             for (attachment, segment) in attachments.iter_mut().zip(&self.segments) {
@@ -204,18 +207,6 @@ impl SharedMemory {
             .wait(group, Notification::Group, is_over, missing)
     }
 
-    /// Merges the ballots of all ranks, once all have voted.
-    fn count_ballots(&self) {
-        let ballots = self
-            .segments
-            .iter()
-            .map(|segment| segment.ballot(Word::Ballot));
-        let merged = ballots
-            .reduce(Ballot::merge)
-            .expect("a group has at least one rank");
-        self.segments[0].write_ballot(merged, Word::MergedBallot);
-    }
-
     /// Makes all ranks agree on the end of a vote: all have voted, or it has failed. The first rank
     /// that knows decides, by setting the verdict atomically.
     ///
@@ -233,7 +224,6 @@ impl SharedMemory {
         let mut decided = verdict.load(Ordering::Acquire);
         if decided == complete_votes {
             let own_verdict = if voting.is_ok() {
-                self.count_ballots();
                 complete_votes + 1
             } else {
                 FAILED | (member.rank as u64) << RANK_SHIFT | complete_votes
