@@ -10,8 +10,8 @@
 //! 1. Each rank writes its ballot and its attachment, and counts itself. The last one wakes the
 //!    others.
 //! 2. All agree on a verdict: the vote is complete, or it has failed.
-//! 3. Each rank merges all ballots, plans from the outcome what it sends and reads, and tells its readers where their
-//!    chunks will lie.
+//! 3. Each rank merges all ballots, plans from the outcome what it sends and reads, and tells its
+//! readers where their chunks will lie.
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
@@ -134,8 +134,8 @@ impl SharedMemory {
         }
         let mut complete_votes = lock(&self.complete_votes);
         let parity = (*complete_votes % 2) as usize;
-        // Step 1: cast this rank's ballot. The ballot and the attachment overwrite those of the vote
-        // before last, which nobody reads any more, because all ranks have voted since then.
+        // Step 1: cast this rank's ballot. The ballot and the attachment overwrite those of the
+        // vote before last, which nobody reads any more, because all ranks have voted since then.
         let own_segment = &self.segments[member.rank];
         own_segment.write_attachment(parity, attachment);
         own_segment.write_ballot(parity, ballot);
