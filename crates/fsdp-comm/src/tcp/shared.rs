@@ -11,7 +11,7 @@
 //!    others.
 //! 2. All agree on a verdict: the vote is complete, or it has failed.
 //! 3. Each rank merges all ballots, plans from the outcome what it sends and reads, and tells its
-//! readers where their chunks will lie.
+//!    readers where their chunks will lie.
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
