@@ -17,6 +17,7 @@
 
 mod conformance;
 mod processes;
+#[expect(dead_code, reason = "another test program asks for the rest")]
 mod stand_in;
 
 use std::fmt::Debug;

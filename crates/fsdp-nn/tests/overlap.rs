@@ -14,8 +14,10 @@
     reason = "what ranks tell the test is no checkpoint"
 )]
 
+#[expect(dead_code, reason = "other test programs need the rest")]
 #[path = "../../fsdp-comm/tests/processes/mod.rs"]
 mod processes;
+#[expect(dead_code, reason = "another test program asks for the rest")]
 #[path = "../../fsdp-comm/tests/stand_in/mod.rs"]
 mod stand_in;
 

@@ -1,7 +1,5 @@
 //! Ranks as processes: this test program, started again.
 
-#![allow(dead_code, reason = "not every test program needs all of this")]
-
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};

@@ -4,7 +4,6 @@
     unsafe_code,
     reason = "functions of C, by which the stand-in tells what it has counted"
 )]
-#![allow(dead_code, reason = "not every test program asks for all")]
 
 use std::ptr;
 
