@@ -283,6 +283,17 @@ template <class V> V __shfl_xor_sync(unsigned, V value, int mask) {
     return cpu::exchange(value, [&](auto of) { return of(cpu::current->lane ^ mask); });
 }
 
+/// Returns a bit for each thread of the warp that gives the same value.
+inline unsigned __match_any_sync(unsigned, unsigned value) {
+    return cpu::exchange(value, [&](auto of) {
+        unsigned same = 0, members = cpu::current->warp->barrier.members;
+        for (unsigned lane = 0; lane < members; ++lane) same |= unsigned(of(lane) == value) << lane;
+        return same;
+    });
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 /// Stores a vector, "write back": what an assignment does.
 template <class W> void __stwb(W* to, W words) {
     if constexpr (sizeof(W) == 16) cpu::check_alignment(to);

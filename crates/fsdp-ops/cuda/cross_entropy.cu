@@ -65,16 +65,6 @@ template <class T> DEVICE void cross_entropy_mean(const float* losses, T* mean, 
     if (threadIdx.x == 0) *mean = narrow<T>(float(total / rows));
 }
 
-/// Makes targets of 64 bits those of 32 bits that the others read. What does not fit becomes the
-/// largest number, which is no class. Launch: by elements (`for_elements`).
-KERNEL(narrow_targets, const int64_t* targets, uint32_t* narrowed, int64_t rows) {
-    constexpr int64_t NO_CLASS = 0xffffffff;
-    for_elements<1>(rows, false, [&](int64_t row, auto) {
-        int64_t target = targets[row];
-        narrowed[row] = uint32_t(target < 0 || target > NO_CLASS ? NO_CLASS : target);
-    });
-}
-
 #define CROSS_ENTROPY(T)                                                                       \
     KERNEL(cross_entropy_forward_##T, const T* scores, const uint32_t* targets, float* losses, \
            float* log_sums, int64_t rows, int classes) {                                       \

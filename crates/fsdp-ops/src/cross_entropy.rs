@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 use candle_core::{DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::kernels::{self, Argument, Grid, Kernel, Module, Operand, Output, Runner};
+use crate::indices::Indices;
+use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
 use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error, unsupported_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
@@ -36,11 +37,11 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if !is_computed_here(scores)? {
         return with_candle_ops(scores, targets);
     }
-    let targets = if kernels::run_on(scores.device(), scores.dtype())? {
-        Targets::OnDevice(targets_for_kernels(targets)?)
-    } else {
-        Targets::Checked(class_indices(targets, classes)?)
-    };
+    // torch leaves out a row of target -100. Here every row counts, so it is refused like any other
+    // number that is no class.
+    let targets = Indices::new(targets, classes, scores, |row, target| {
+        format!("{NAME}: target {target} of row {row} is none of {classes} classes")
+    })?;
     scores.contiguous()?.apply_op1(ForCandle(CrossEntropy {
         targets,
         log_sums: OnceLock::new(),
@@ -55,93 +56,17 @@ pub(crate) fn with_candle_ops(scores: &Tensor, targets: &Tensor) -> Result<Tenso
     (log_sum - shifted.gather(&targets.unsqueeze(1)?, 1)?)?.mean_all()
 }
 
-/// Returns the targets as indices of classes.
-///
-/// # Errors
-/// A target that is not the index of a class.
-fn class_indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
-    let classes_of_rows = targets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let mut indices = Vec::with_capacity(classes_of_rows.len());
-    for (row, target) in classes_of_rows.into_iter().enumerate() {
-        // torch leaves out a row of target -100. Here every row counts, so it is refused like any
-        // other number that is no class.
-        match usize::try_from(target) {
-            Ok(index) if index < classes => indices.push(index),
-            _ => candle_core::bail!(
-                "{NAME}: target {target} of row {row} is none of {classes} classes"
-            ),
-        }
-    }
-    Ok(indices)
-}
-
-/// Returns the targets as kernels take them: of u32 or i64, one after the other.
-fn targets_for_kernels(targets: &Tensor) -> Result<Tensor> {
-    match targets.dtype() {
-        DType::U32 | DType::I64 => targets.contiguous(),
-        _ => targets.to_dtype(DType::I64)?.contiguous(),
-    }
-}
-
-/// The classes of the rows.
-enum Targets {
-    /// Each is the index of a class.
-    Checked(Vec<usize>),
-    /// The kernels check them.
-    OnDevice(Tensor),
-}
-
 struct CrossEntropy {
-    targets: Targets,
+    targets: Indices,
     /// The logarithm of the sum of each row's exponentials, for the kernels of the backward.
     log_sums: OnceLock<Tensor>,
-}
-
-impl CrossEntropy {
-    /// Returns the targets for loops on the CPU.
-    fn checked_targets(&self) -> &[usize] {
-        match &self.targets {
-            Targets::Checked(targets) => targets,
-            Targets::OnDevice(_) => unreachable!("only kernels get targets of a device"),
-        }
-    }
-
-    /// Runs code with the targets as kernels read them: u32.
-    ///
-    /// # Errors
-    /// Those of the code, and CUDA's.
-    fn with_targets<R>(
-        &self,
-        runner: &Runner,
-        code: impl FnOnce(&Operand<'_>) -> Result<R>,
-    ) -> Result<R> {
-        let Targets::OnDevice(targets) = &self.targets else {
-            unreachable!("kernels get the targets of their device");
-        };
-        let (storage, layout) = targets.storage_and_layout();
-        let targets = Operand::new(&storage, layout, NAME)?;
-        if targets.dtype == DType::U32 {
-            return code(&targets);
-        }
-        let narrowed = runner.allocate(DType::U32, targets.len())?;
-        runner.launch(
-            Kernel(Module::CrossEntropy, "narrow_targets", None),
-            Grid::elements(targets.len(), DType::I64),
-            &[
-                Argument::Read(&targets),
-                Argument::Write(&narrowed),
-                Argument::Long(targets.len()),
-            ],
-        )?;
-        code(&narrowed.operand()?)
-    }
 }
 
 impl Operation<1> for CrossEntropy {
     const NAME: &'static str = NAME;
 
     fn forward<T: Element>(&self, [scores]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let targets = self.checked_targets();
+        let targets = self.targets.checked();
         // The mean of `log(sum(exp(scores))) - scores[target]` over all rows.
         let (_, totals) = reduce_rows(
             [contiguous_elements::<T>(scores, NAME)?],
@@ -170,7 +95,7 @@ impl Operation<1> for CrossEntropy {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 1]> {
-        let targets = self.checked_targets();
+        let targets = self.targets.checked();
         let rows = T::Real::nearest(targets.len() as f64);
         // The output is a scalar, so there is one gradient.
         let grad = Values::<T>::read(grad, NAME)?[0].widen() / rows;
@@ -200,7 +125,7 @@ impl Operation<1> for CrossEntropy {
         let dtype = scores.dtype;
         let losses = runner.allocate(DType::F32, rows)?;
         let log_sums = runner.allocate(DType::F32, rows)?;
-        self.with_targets(runner, |targets| {
+        self.targets.with_operand(runner, NAME, |targets| {
             runner.launch(
                 Kernel(Module::CrossEntropy, "cross_entropy_forward", Some(dtype)),
                 Grid::rows(rows, classes, dtype),
@@ -245,7 +170,7 @@ impl Operation<1> for CrossEntropy {
         let (storage, _) = log_sums.storage_and_layout();
         let log_sums = Operand::new(&storage, &Layout::contiguous(rows), NAME)?;
         let dscores = runner.allocate(dtype, scores.len())?;
-        self.with_targets(runner, |targets| {
+        self.targets.with_operand(runner, NAME, |targets| {
             runner.launch(
                 Kernel(Module::CrossEntropy, "cross_entropy_backward", Some(dtype)),
                 Grid::rows(rows, classes, dtype),

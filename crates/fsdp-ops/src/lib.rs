@@ -17,6 +17,7 @@
 //! | [`packed_attention`] | the same on the output of one projection to queries, keys and values | |
 //! | [`gelu_erf`], [`gelu()`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
 //! | [`cross_entropy()`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
+//! | [`embedding()`] | rows of a table by index | `candle_nn::Embedding` |
 //! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
 //! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
 //! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
@@ -35,7 +36,9 @@ mod attention;
 mod cross_entropy;
 mod dropout;
 mod element;
+mod embedding;
 mod gelu;
+mod indices;
 #[cfg_attr(
     not(any(test, feature = "cuda")),
     expect(dead_code, reason = "nothing is launched without a GPU or a test")
@@ -58,6 +61,7 @@ mod values;
 pub use attention::{packed_attention, scaled_dot_product_attention};
 pub use cross_entropy::cross_entropy;
 pub use dropout::{DropoutMasks, dropout};
+pub use embedding::embedding;
 pub use gelu::{gelu, gelu_erf};
 pub use linear::{linear, linear_gelu_erf};
 pub use norm::{layer_norm, rms_norm};

@@ -158,11 +158,6 @@ impl<const INTERLEAVED: bool> Rope<INTERLEAVED> {
             of_batch: self.heads.is_some().into(),
             back: back.into(),
         };
-        // As many threads as a vector has packs, if there are not more of them than a warp has
-        // threads.
-        let packs = half.div_ceil(16 / x.dtype.size_in_bytes()).max(1);
-        let threads = packs.next_power_of_two().min(32);
-        let vectors = 256 / threads;
         let y = runner.allocate(x.dtype, x.len())?;
         runner.launch(
             Kernel(
@@ -170,10 +165,7 @@ impl<const INTERLEAVED: bool> Rope<INTERLEAVED> {
                 if INTERLEAVED { "rope_i" } else { "rope" },
                 Some(x.dtype),
             ),
-            Grid::blocks(
-                (batches * heads * time).div_ceil(vectors),
-                [threads, vectors],
-            ),
+            Grid::vectors(batches * heads * time, half, x.dtype),
             &[
                 Argument::Read(x),
                 Argument::Read(&cos),

@@ -6,7 +6,7 @@ mod generate;
 
 use candle_core::{DType, Result, Tensor};
 use fsdp::nn::{Recomputed, Scope, Unit};
-use fsdp::ops::{cross_entropy, linear};
+use fsdp::ops::{cross_entropy, embedding, linear};
 
 use self::block::{Block, LayerNorm, NORMAL};
 pub use self::config::GptConfig;
@@ -84,7 +84,8 @@ impl Gpt {
     /// `time` at most `seq`.
     ///
     /// # Errors
-    /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary.
+    /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary; on GPUs a
+    /// token outside the vocabulary makes its scores NaN.
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.embed(tokens, 0)?;
         for unit in &self.blocks {
@@ -95,14 +96,8 @@ impl Gpt {
 
     /// Embeds tokens `[batch, time]` whose first position is `start_position`.
     fn embed(&self, tokens: &Tensor, start_position: usize) -> Result<Tensor> {
-        let (batch, time) = tokens.dims2()?;
-        let positions = self.wpe.narrow(0, start_position, time)?.unsqueeze(0)?;
-        let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((
-            batch,
-            time,
-            self.config.hidden,
-        ))?;
-        embedded.broadcast_add(&positions)
+        let positions = self.wpe.narrow(0, start_position, tokens.dims2()?.1)?;
+        embedding(tokens, &self.wte)?.broadcast_add(&positions.unsqueeze(0)?)
     }
 
     /// Returns the next-token scores of the output of the last block.

@@ -24,7 +24,11 @@ pub(crate) enum Module {
     CrossEntropy,
     Dropout,
     Elementwise,
+<<<<<<< HEAD
     Gradients,
+=======
+    Embedding,
+>>>>>>> 8630a13f (fsdp-ops has embedding, by loops and by kernels, and the GPT of the command uses it)
     Norm,
     Optimizer,
     Rope,
@@ -41,7 +45,11 @@ impl Module {
             Module::CrossEntropy => "cross_entropy",
             Module::Dropout => "dropout",
             Module::Elementwise => "elementwise",
+<<<<<<< HEAD
             Module::Gradients => "gradients",
+=======
+            Module::Embedding => "embedding",
+>>>>>>> 8630a13f (fsdp-ops has embedding, by loops and by kernels, and the GPT of the command uses it)
             Module::Norm => "norm",
             Module::Optimizer => "optimizer",
             Module::Rope => "rope",
@@ -106,6 +114,22 @@ impl Grid {
             _ => 1024,
         };
         Grid::blocks(rows, [threads, 1])
+    }
+
+    /// Returns the shape for kernels over short vectors: as many threads have each of them as it
+    /// has packs, if there are not more of them than a warp has threads.
+    pub(crate) fn vectors(count: usize, width: usize, dtype: DType) -> Self {
+        let threads = width.div_ceil(pack(dtype)).max(1).next_power_of_two();
+        let threads = threads.min(WARP);
+        let vectors = THREADS / threads;
+        Grid::blocks(count.div_ceil(vectors), [threads, vectors])
+    }
+
+    /// Returns the shape for kernels of which each block has a chunk of rows: as many threads as a
+    /// row has packs, up to a limit.
+    pub(crate) fn chunks(count: usize, width: usize, dtype: DType) -> Self {
+        let warps = width.div_ceil(pack(dtype) * WARP).max(1);
+        Grid::blocks(count, [(warps * WARP).min(THREADS), 1])
     }
 
     /// Returns the shape for kernels over columns, which write [`columns_parts`] rows of partial

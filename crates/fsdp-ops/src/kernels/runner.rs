@@ -49,6 +49,16 @@ impl Runner {
         Ok(Output { storage, len })
     }
 
+    /// Makes memory of zeros.
+    ///
+    /// # Errors
+    /// CUDA's: usually that there is no memory.
+    pub(crate) fn zeros(&self, dtype: DType, len: usize) -> Result<Output> {
+        // CUDA does not allocate zero bytes.
+        let storage = zeros(&self.device, dtype, len.max(1))?;
+        Ok(Output { storage, len })
+    }
+
     /// Launches a kernel, unless there is nothing to do for it.
     ///
     /// # Errors

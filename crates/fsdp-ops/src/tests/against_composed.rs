@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::{assert_close, run};
 use crate::kernels::host::with_kernels;
-use crate::{attention, cross_entropy, norm, rope, softmax};
+use crate::{attention, cross_entropy, embedding, norm, rope, softmax};
 
 /// Returns numbers that need no random generator, from -2 to 2.
 fn values(shape: &[usize], seed: usize) -> Tensor {
@@ -307,6 +307,24 @@ fn cross_entropy_equals_the_composed_one() {
                 &[&[rows, classes]],
                 |x| crate::cross_entropy(&x[0], &targets),
                 |x| slow(&x[0]),
+            );
+        }
+    }
+}
+
+#[test]
+fn embedding_equals_the_composed_one() {
+    for (count, width, rows) in [(5, 7, 9), (300, 8, 200), (3, 33, 70), (1, 1, 1)] {
+        // Some rows have no index, and some have many, in several chunks of the kernels.
+        let ids: Vec<u32> = (0..rows)
+            .map(|row| (row * row / 40 % count) as u32)
+            .collect();
+        let ids = Tensor::new(ids, &Device::Cpu).unwrap();
+        for ids in [ids.clone(), ids.to_dtype(DType::I64).unwrap()] {
+            compare(
+                &[&[count, width]],
+                |x| crate::embedding(&ids, &x[0]),
+                |x| embedding::with_candle_ops(&ids, &x[0]),
             );
         }
     }

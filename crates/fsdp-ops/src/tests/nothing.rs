@@ -40,6 +40,13 @@ fn check(
 
 #[test]
 fn nothing_goes_in_and_nothing_comes_out() {
+    let no_ids = Tensor::zeros((2, 0), DType::U32, &Device::Cpu).unwrap();
+    check(
+        "embedding",
+        |x| crate::embedding(&no_ids, &x[0]),
+        &[&[4, 3]],
+        &[2, 0, 3],
+    );
     check(
         "linear",
         |x| crate::linear(&x[0], &x[1], Some(&x[2])),

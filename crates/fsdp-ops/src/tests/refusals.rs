@@ -101,6 +101,10 @@ fn targets_that_are_no_class_and_means_of_nothing_are_refused() {
         &["target -100 of row 0"],
     );
     assert_refused(
+        crate::embedding(&targets(&[1, 3]), &zeros(&[3, 2])),
+        &["index 3 at position 1", "3 rows"],
+    );
+    assert_refused(
         crate::cross_entropy(&zeros(&[0, 4]), &targets(&[])),
         &["no rows"],
     );
