@@ -24,11 +24,8 @@ pub(crate) enum Module {
     CrossEntropy,
     Dropout,
     Elementwise,
-<<<<<<< HEAD
-    Gradients,
-=======
     Embedding,
->>>>>>> 8630a13f (fsdp-ops has embedding, by loops and by kernels, and the GPT of the command uses it)
+    Gradients,
     Norm,
     Optimizer,
     Rope,
@@ -45,11 +42,8 @@ impl Module {
             Module::CrossEntropy => "cross_entropy",
             Module::Dropout => "dropout",
             Module::Elementwise => "elementwise",
-<<<<<<< HEAD
-            Module::Gradients => "gradients",
-=======
             Module::Embedding => "embedding",
->>>>>>> 8630a13f (fsdp-ops has embedding, by loops and by kernels, and the GPT of the command uses it)
+            Module::Gradients => "gradients",
             Module::Norm => "norm",
             Module::Optimizer => "optimizer",
             Module::Rope => "rope",
