@@ -2,6 +2,7 @@
 //! can see.
 
 use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -11,19 +12,26 @@ use super::turns::Turns;
 use crate::backend::{Round, Tally, Vote};
 use crate::ballot::Ballot;
 use crate::error::CommError;
-use crate::sync::{lock, wait_timeout};
+use crate::sync::{lock, ready_within_yields, wait_timeout};
 
 /// The progress of all ranks of a group, shared by their threads.
 #[derive(Debug)]
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<BoardState>,
-    /// For each rank, the condition variable on which it waits for its readers, and then one on
-    /// which all wait for the end of a vote. A rank is woken when it can go on, and not for each
-    /// step of another one: with many ranks on few cores, waking them would take longer than their
-    /// computation.
-    changed: Vec<Condvar>,
+    /// For each rank, the place at which it waits for its readers, and then one at which all wait
+    /// for the end of a vote. A rank is woken when it can go on, and not for each step of another
+    /// one: with many ranks on few cores, waking them would take longer than their computation.
+    places: Vec<Place>,
     turns: Option<Arc<dyn Turns>>,
+}
+
+/// A place at which ranks wait for a change.
+#[derive(Debug, Default)]
+struct Place {
+    /// The number of changes so far. Read without the lock, so it may lag behind the state.
+    changes: AtomicU64,
+    changed: Condvar,
 }
 
 /// The part of a board that its lock protects.
@@ -66,7 +74,7 @@ impl Board {
             .iter()
             .map(|_| RankProgress::default())
             .collect();
-        let changed = (0..=global_ranks.len()).map(|_| Condvar::new()).collect();
+        let places = (0..=global_ranks.len()).map(|_| Place::default()).collect();
         Board {
             global_ranks,
             state: Mutex::new(BoardState {
@@ -80,7 +88,7 @@ impl Board {
                 }),
                 failure: None,
             }),
-            changed,
+            places,
             turns,
         }
     }
@@ -89,19 +97,22 @@ impl Board {
         lock(&self.state)
     }
 
-    /// Wakes the ranks that wait on these of the condition variables.
+    /// Wakes the ranks that wait at these places.
     fn wake(&self, places: impl IntoIterator<Item = usize>) {
-        // With turns, ranks do not wait on condition variables, but ask again in their next turn.
-        match &self.turns {
-            Some(turns) => turns.changed(),
-            None => places
-                .into_iter()
-                .for_each(|place| self.changed[place].notify_all()),
+        // With turns, ranks do not wait at places, but ask again in their next turn.
+        if let Some(turns) = &self.turns {
+            turns.changed();
+            return;
+        }
+        for place in places {
+            let place = &self.places[place];
+            place.changes.fetch_add(1, Ordering::Release);
+            place.changed.notify_all();
         }
     }
 
     fn wake_all(&self) {
-        self.wake(0..self.changed.len());
+        self.wake(0..self.places.len());
     }
 
     /// Ends the group, unless something already has, and wakes all ranks.
@@ -220,8 +231,7 @@ impl Board {
         .expect_err("the wait for a rank that is never ready cannot succeed")
     }
 
-    /// Waits on a condition variable until all ranks are ready, and fails if one of them never will
-    /// be.
+    /// Waits at a place until all ranks are ready, and fails if one of them never will be.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, BoardState>,
@@ -230,6 +240,7 @@ impl Board {
         is_ready: impl Fn(&RankProgress, usize) -> bool,
     ) -> Result<MutexGuard<'a, BoardState>, CommError> {
         let mut deadline = round.deadline;
+        let mut has_yielded = false;
         loop {
             let missing: Vec<usize> = (0..state.ranks.len())
                 .filter(|&rank| !is_ready(&state.ranks[rank], rank))
@@ -252,7 +263,16 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            state = wait_timeout(&self.changed[place], state, deadline - now);
+            let place = &self.places[place];
+            if has_yielded {
+                state = wait_timeout(&place.changed, state, deadline - now);
+                continue;
+            }
+            let changes = place.changes.load(Ordering::Acquire);
+            drop(state);
+            let has_changed = || place.changes.load(Ordering::Acquire) != changes;
+            has_yielded = !ready_within_yields(has_changed);
+            state = self.lock();
         }
     }
 

@@ -153,17 +153,30 @@ impl SharedMemory {
         let ballot = ballots
             .reduce(Ballot::merge)
             .expect("a group has at least one rank");
-        let mut attachments = vec![Bytes::new(); self.segments.len()];
-        if ballot.has_attachments {
-            for (attachment, segment) in attachments.iter_mut().zip(&self.segments) {
-                *attachment = Bytes::copy_from_slice(segment.attachment(parity));
-            }
-        }
         Ok(Tally {
             ballot,
-            attachments,
+            attachments: self.copy_attachments(parity, ballot),
             sent_ballots: usize::from(self.segments.len() > 1),
         })
+    }
+
+    /// Returns the attachments of all ranks in a complete vote, in one allocation.
+    fn copy_attachments(&self, parity: usize, ballot: Ballot) -> Vec<Bytes> {
+        if !ballot.has_attachments {
+            return vec![Bytes::new(); self.segments.len()];
+        }
+        let mut all = Vec::new();
+        let mut ends = Vec::with_capacity(self.segments.len());
+        for segment in &self.segments {
+            all.extend_from_slice(segment.attachment(parity));
+            ends.push(all.len());
+        }
+        let all = Bytes::from(all);
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        starts
+            .zip(&ends)
+            .map(|(start, &end)| all.slice(start..end))
+            .collect()
     }
 
     /// Returns a round of this group through its shared memory.

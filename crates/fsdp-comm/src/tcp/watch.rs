@@ -1,19 +1,15 @@
 //! Waiting for a change of shared memory, and for the loss of a rank that should make it.
 
-use std::hint;
 use std::time::Duration;
 
 use super::segment::{Notification, Segment};
 use super::sockets::Member;
 use crate::backend::Round;
 use crate::error::CommError;
+use crate::sync::ready_within_yields;
 
 /// The time between two checks of the other ranks while this one waits.
 const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(10);
-
-/// The number of checks of the memory before a rank sleeps. They take about as long as falling
-/// asleep.
-const SPINS: usize = 200;
 
 /// A round of a group whose ranks share memory.
 #[derive(Debug, Clone, Copy)]
@@ -42,12 +38,8 @@ impl<'a> SharedRound<'a> {
         is_ready: impl Fn() -> bool,
         missing: impl Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
-        // The change often comes within microseconds, so look a few times before sleeping.
-        for _ in 0..SPINS {
-            if is_ready() {
-                return Ok(());
-            }
-            hint::spin_loop();
+        if ready_within_yields(&is_ready) {
+            return Ok(());
         }
         loop {
             segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
