@@ -3,6 +3,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[expect(dead_code, reason = "other test programs ask for the rest")]
+#[path = "../../fsdp-comm/tests/stand_in/mod.rs"]
+mod stand_in;
+
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -184,25 +188,16 @@ struct Counts {
 }
 
 /// Returns what the stand-in has counted so far; zeros with a real driver.
-#[expect(unsafe_code, reason = "a function of C")]
 fn counts() -> Counts {
-    let mut counts = [0; 5];
-    // SAFETY: the driver is loaded already, and the function writes five numbers.
-    unsafe {
-        let driver = libloading::Library::new("libcuda.so.1").unwrap();
-        if let Ok(count) =
-            driver.get::<unsafe extern "C" fn(*mut [u64; 5]) -> u32>(b"cudaStandInCounts\0")
-        {
-            assert_eq!(count(&mut counts), 0);
-        }
-    }
-    let [to_host, to_device, pinned, host_waits, stream_waits] = counts;
+    let stand_in::Counts {
+        process, thread, ..
+    } = stand_in::counts().unwrap_or_default();
     Counts {
-        to_host,
-        to_device,
-        pinned,
-        host_waits,
-        stream_waits,
+        to_host: process.bytes_down,
+        to_device: process.bytes_up,
+        pinned: process.bytes_pinned,
+        host_waits: thread.host_waits,
+        stream_waits: thread.stream_waits,
     }
 }
 

@@ -215,6 +215,9 @@ pub(crate) struct Round<'a> {
     pub(crate) timeout: Duration,
     /// The moment at which `timeout` is over.
     pub(crate) deadline: Instant,
+    /// `true` if the ranks vote by messages also where they share memory: a rank that makes another
+    /// call can answer these.
+    pub(crate) votes_by_message: bool,
 }
 
 impl<'a> Round<'a> {
@@ -226,6 +229,7 @@ impl<'a> Round<'a> {
             operation: "rendezvous",
             timeout,
             deadline,
+            votes_by_message: false,
         }
     }
 

@@ -1,8 +1,11 @@
-//! The order of the calls in a step: ranks that have found that they all made the same calls need
-//! not agree on each of them again in the next step.
+//! The order of the calls on GPU memory in a step: ranks that have found that they all made the
+//! same calls need not agree on each of them again in the next step.
 
 use crate::ballot::Ballot;
 use crate::record::Call;
+
+/// The most calls of a step that are recorded. A longer step has no order.
+const MAX_CALLS: usize = 1 << 16;
 
 /// How a call relates to what all ranks expect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,11 +42,20 @@ impl CallOrder {
         self.is_recorded = true;
     }
 
+    /// Returns `true` while the calls of this step are those that all ranks expect.
+    pub(crate) const fn is_followed(&self) -> bool {
+        self.is_followed
+    }
+
     /// Records a call.
     ///
     /// # Errors
     /// The message for a call that cannot be encoded.
     pub(crate) fn record(&mut self, call: &Call) -> Result<Expectation, String> {
+        // A program may begin no other step, and make calls without end.
+        if !self.is_followed && self.made.len() >= MAX_CALLS {
+            *self = CallOrder::default();
+        }
         if !self.is_recorded {
             return Ok(Expectation::Unknown);
         }
@@ -121,6 +133,20 @@ mod tests {
             record(&mut order, &[1, 3, 3, 3, 7]),
             [Expected, Expected, Expected, Expected, Left]
         );
+    }
+
+    #[test]
+    fn a_step_of_too_many_calls_has_no_order() {
+        let mut order = CallOrder::default();
+        order.begin_step(false);
+        record(&mut order, &vec![1; MAX_CALLS]);
+        assert_eq!(order.made.len(), MAX_CALLS);
+        record(&mut order, &[1, 1]);
+        assert_eq!((order.made.len(), order.is_recorded), (0, false));
+        order.begin_step(true);
+        assert_eq!(record(&mut order, &[1]), [Unknown]);
+        order.begin_step(true);
+        assert_eq!(record(&mut order, &[1, 1]), [Expected, Left]);
     }
 
     #[test]

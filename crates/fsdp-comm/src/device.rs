@@ -163,7 +163,7 @@ impl DeviceGroup<'_> {
         self.transfer.ordinal()
     }
 
-    /// Returns a hash of the calls that this rank has made on the group since
+    /// Returns a hash of the calls on GPU memory that this rank has made on the group since
     /// [`begin_step`](Self::begin_step): the same on ranks that have made the same calls.
     ///
     /// # Errors
@@ -174,15 +174,20 @@ impl DeviceGroup<'_> {
 
     /// Begins a step of a program whose steps make the same calls again and again. All ranks call
     /// this at the same place, with the same `is_same`: `true` if they have told each other their
-    /// [`calls_hash`](Self::calls_hash), and all were equal.
+    /// [`calls_hash`](Self::calls_hash), and all were equal. Collective if it is `false`: one
+    /// barrier.
     ///
-    /// Then all ranks expect the same calls once more, and operations on GPU memory that come in
-    /// the expected order begin without an agreement. If a rank makes another call, all others vote
-    /// on theirs: either all of them make the new one, and go on without an expected order until
-    /// the next step, or all get the error that names their calls. The same is done for a call that
-    /// takes long, so that the error at its deadline names the ranks that have not made it.
-    pub fn begin_step(&self, is_same: bool) {
-        self.group.begin_step(is_same);
+    /// If it is `true`, all ranks expect the same calls once more, and operations on GPU memory
+    /// that come in the expected order begin without an agreement. If a rank makes another call on
+    /// GPU memory, all others vote on theirs: either all of them make the new one, and go on
+    /// without an expected order until the next step, or all get the error that names their calls.
+    /// The same is done for a call that takes long, so that the error at its deadline names the
+    /// ranks that have not made it. Operations on the host's memory may come anywhere in between.
+    ///
+    /// # Errors
+    /// If `is_same` is `false`, ranks of this group that have not made the same calls.
+    pub fn begin_step(&self, is_same: bool) -> Result<(), CommError> {
+        self.group.begin_step(is_same)
     }
 
     /// Waits on the host until the GPU has done all operations of this group that this rank has

@@ -57,7 +57,7 @@ struct Progress {
     rounds: u64,
     /// The error that ended the group, if one has.
     failure: Option<CommError>,
-    /// The calls of this step.
+    /// The calls on GPU memory in this step.
     #[cfg(feature = "nccl")]
     calls: CallOrder,
     /// The numbers of the groups to which this one was shrunk.
@@ -245,6 +245,12 @@ impl ProcessGroup {
         self.shared.backend.members().id
     }
 
+    /// Counts a round in which this rank agrees on a call with others.
+    fn count_agreement(&self) {
+        let has_others = self.world_size() > 1;
+        lock(&self.shared.totals.traffic).agreements += u64::from(has_others);
+    }
+
     /// Returns this rank's number in the group of all ranks.
     fn global_rank(&self) -> usize {
         self.global_ranks()[self.rank()]
@@ -286,6 +292,7 @@ impl ProcessGroup {
             call,
             timeout,
             deadline: deadline_after(timeout),
+            votes_by_message: false,
             #[cfg(feature = "nccl")]
             agreement: Agreement::Due,
         };
@@ -312,6 +319,8 @@ pub(crate) struct Turn<'g> {
     pub(crate) call: Call,
     timeout: Duration,
     deadline: Instant,
+    /// `true` if other ranks may be about to make an expected call instead, without a vote.
+    votes_by_message: bool,
     /// The state of the agreement on the call.
     #[cfg(feature = "nccl")]
     agreement: Agreement,
@@ -361,6 +370,7 @@ impl Turn<'_> {
             operation: self.call.name(),
             timeout: self.timeout,
             deadline: self.deadline,
+            votes_by_message: self.votes_by_message,
         }
     }
 
@@ -480,6 +490,9 @@ impl Turn<'_> {
         let mut round = self.current_round();
         round.number += part;
         let others = self.group.world_size() - 1;
+        if part == 0 {
+            self.group.count_agreement();
+        }
         let planner = Box::new(|tally: &Tally| {
             let sent_bytes = tally.sent_ballots * MESSAGE_BYTES + control_bytes * others;
             lock(&shared.totals.traffic).control_bytes_sent += sent_bytes as u64;
@@ -518,47 +531,56 @@ impl Turn<'_> {
 
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
-    /// Returns a hash of the calls of this step so far.
+    /// Returns a hash of the calls on GPU memory in this step so far.
     pub(crate) fn calls_hash(&self) -> Result<u64, CommError> {
         let hash = lock(&self.shared.progress).calls.hash();
         hash.map_err(|message| CommError::object("calls_hash", "encode", message))
     }
 
     /// Begins a step: see [`DeviceGroup::begin_step`](crate::device::DeviceGroup::begin_step).
-    pub(crate) fn begin_step(&self, is_same: bool) {
+    pub(crate) fn begin_step(&self, is_same: bool) -> Result<(), CommError> {
+        if !is_same {
+            // Ranks of other groups may be those that differ. If not, this finds out who does.
+            self.barrier()?;
+        }
         lock(&self.shared.progress).calls.begin_step(is_same);
         if let Some(device) = self.device_transfer() {
             device.forget_left_out();
         }
+        Ok(())
     }
 }
 
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Records the call among those of the step. If all ranks expect another one, all of them vote
-    /// on whether they leave the order here. `fault` is the error of this rank, if it has one.
+    /// Records a call on GPU memory among those of the step. If all ranks expect another one, all
+    /// of them vote on whether they leave the order here. `fault` is the error of this rank, if it
+    /// has one.
     ///
     /// # Errors
     /// Other ranks have not left the order; a fault of any rank.
     fn follow_order(&mut self, fault: Option<&Fault>) -> Result<(), CommError> {
-        let recorded = self.progress.calls.record(&self.call);
-        let expectation =
-            recorded.map_err(|message| CommError::object(self.call.name(), "encode", message))?;
         let Some(device) = self.group.device_transfer() else {
             return Ok(());
         };
+        if !self.call.on_device {
+            // The ranks agree on this one anyway, and it leaves the order as it is.
+            self.votes_by_message = self.progress.calls.is_followed();
+            return Ok(());
+        }
+        let recorded = self.progress.calls.record(&self.call);
+        let expectation =
+            recorded.map_err(|message| CommError::object(self.call.name(), "encode", message))?;
         match (expectation, fault) {
             (Expectation::Unknown, _) => return Ok(()),
             (Expectation::Expected, None) => {
-                // Only calls on GPU memory leave the agreement out.
-                if self.call.on_device {
-                    self.agreement = Agreement::LeftOut;
-                }
+                self.agreement = Agreement::LeftOut;
                 return Ok(());
             }
             (Expectation::Expected, Some(_)) | (Expectation::Left, _) => {}
         }
         self.progress.rounds += 1;
+        self.group.count_agreement();
         // Ranks that follow the order are in no round: the vote reaches those that make up for it.
         let outcome = device.agree_late(&self.current_round(), &self.call, fault);
         self.agreement = Agreement::Done;

@@ -24,6 +24,9 @@ pub struct Traffic {
     /// Bytes of fingerprints, agreement and synchronization that went to other ranks: a few for
     /// each message by which ranks agree, and what ranks tell each other about an operation.
     pub control_bytes_sent: u64,
+    /// The rounds in which this rank agreed with others on a call. Calls on GPU memory that all
+    /// ranks expect have none.
+    pub agreements: u64,
     /// The number of calls of each operation, whether or not they succeeded. Operations that were
     /// never called are absent.
     pub collectives: BTreeMap<Operation, u64>,
@@ -62,6 +65,7 @@ impl Traffic {
             object_bytes_sent: self.object_bytes_sent - earlier.object_bytes_sent,
             object_bytes_received: self.object_bytes_received - earlier.object_bytes_received,
             control_bytes_sent: self.control_bytes_sent - earlier.control_bytes_sent,
+            agreements: self.agreements - earlier.agreements,
             collectives: self
                 .collectives
                 .iter()

@@ -17,7 +17,6 @@
 
 mod conformance;
 mod processes;
-#[expect(dead_code, reason = "another test program asks for the rest")]
 mod stand_in;
 
 use std::fmt::Debug;
@@ -33,7 +32,7 @@ use fsdp_layout::DeviceMesh;
 use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
-use stand_in::{host_copies, host_waits, origins_of_communicators};
+use stand_in::{counts, origins_of_communicators};
 
 /// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
@@ -90,6 +89,7 @@ fn rank_process() {
         "an expected order" => return expected_order(&group),
         "an order that all leave" => return order_that_all_leave(&group),
         "an order that one leaves" => return order_that_one_leaves(&group),
+        "an order that one ends early" => return order_that_one_ends_early(&group),
         "an order in which one is wrong" => return order_in_which_one_is_wrong(&group),
         "an order in which one is late" => return order_in_which_one_is_late(&group),
         "queued" => return queued(group),
@@ -149,7 +149,7 @@ fn gpu_memory_is_moved_as_the_hosts_is() {
 /// not.
 #[test]
 fn collectives_copy_nothing_to_or_from_the_host() {
-    if host_copies().is_some() {
+    if counts().is_some() {
         Ranks::start(ranks(), "copies are counted", &[]).assert_casualties(&[]);
     }
 }
@@ -176,7 +176,7 @@ fn the_deadline_of_an_operation_begins_when_the_work_before_it_is_done() {
 /// stand-in holds up. The others' errors name it.
 fn lose_the_last_rank_of_a_queue(what: &str, signal: Signal) {
     let world_size = ranks();
-    if world_size == 1 || host_waits().is_none() {
+    if world_size == 1 || counts().is_none() {
         return;
     }
     let logs = tempfile::tempdir().unwrap();
@@ -227,6 +227,11 @@ fn an_order_that_all_ranks_leave_is_agreed_on_anew() {
 #[test]
 fn a_rank_that_leaves_the_order_alone_is_named_with_its_call() {
     Ranks::start(ranks(), "an order that one leaves", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn a_rank_that_leaves_out_an_expected_call_is_named_with_its_next_one() {
+    Ranks::start(ranks(), "an order that one ends early", &[]).assert_casualties(&[]);
 }
 
 #[test]
@@ -419,26 +424,39 @@ fn sums(group: &ProcessGroup, numel: usize, calls: usize) -> Result<f32, CommErr
 /// Lets all ranks expect three calls of 1000 elements.
 fn expect_three_calls(group: &ProcessGroup) {
     let device = group.device().unwrap();
-    device.begin_step(false);
+    device.begin_step(false).unwrap();
     sums(group, 1000, 3).unwrap();
     let hash = device.calls_hash().unwrap();
     let hashes = group.all_gather_object(&hash).unwrap();
     assert!(hashes.iter().all(|other| *other == hash));
-    device.begin_step(true);
+    device.begin_step(true).unwrap();
 }
 
 /// Checks that expected calls send nothing between hosts, and that others do.
 fn expected_order(group: &ProcessGroup) {
     let ranks = group.world_size() as f32;
-    let control_bytes = || group.traffic().control_bytes_sent;
+    let agreed = |work: &dyn Fn()| {
+        let before = group.traffic();
+        work();
+        let since = group.traffic().since(&before);
+        assert!(since.agreements > 0 || since.control_bytes_sent == 0);
+        since.agreements
+    };
+    let sum = |calls: usize| assert_eq!(sums(group, 1000, calls), Ok(calls as f32 * ranks));
+    let one = u64::from(group.world_size() > 1);
     expect_three_calls(group);
-    let before = control_bytes();
-    assert_eq!(sums(group, 1000, 3), Ok(3.0 * ranks));
-    assert_eq!(control_bytes(), before);
+    assert_eq!(agreed(&|| sum(1)), 0);
+    // Calls on the host's memory are agreed on, and change nothing for the others.
+    assert_eq!(agreed(&|| group.barrier().unwrap()), one);
+    let mut numbers = vec![0u8; 10_000 * group.world_size()];
+    group
+        .all_gather_into(&mut numbers, &vec![group.rank() as u8; 10_000])
+        .unwrap();
+    assert_eq!(numbers.last(), Some(&(group.world_size() as u8 - 1)));
+    assert_eq!(agreed(&|| sum(2)), 0);
     // What comes behind the expected calls is agreed on.
-    assert_eq!(sums(group, 1000, 1), Ok(ranks));
-    group.barrier().unwrap();
-    assert!(ranks == 1.0 || control_bytes() > before);
+    assert_eq!(agreed(&|| sum(1)), one);
+    assert_eq!(agreed(&|| sum(1)), one);
 }
 
 /// Leaves the expected order on all ranks, for a while on purpose.
@@ -453,11 +471,6 @@ fn order_that_all_leave(group: &ProcessGroup) {
         group.barrier().unwrap();
         assert_eq!(sums(group, 1000, 1), Ok(ranks));
     }
-    // An operation on the host leaves the order too.
-    expect_three_calls(group);
-    assert_eq!(sums(group, 1000, 1), Ok(ranks));
-    group.barrier().unwrap();
-    assert_eq!(sums(group, 1000, 3), Ok(3.0 * ranks));
 }
 
 /// Lets the last rank leave the expected order alone: every rank gets the error that tells who made
@@ -480,6 +493,43 @@ fn order_that_one_leaves(group: &ProcessGroup) {
     assert_eq!(group.barrier(), Err(error));
 }
 
+/// Lets the last rank go on without the expected calls that the others have made: to an operation
+/// on the host, or to the next step.
+fn order_that_one_ends_early(group: &ProcessGroup) {
+    if group.world_size() == 1 {
+        return;
+    }
+    let (last, all) = (
+        group.world_size() - 1,
+        (0..group.world_size()).collect::<Vec<_>>(),
+    );
+    for begins_step in [false, true] {
+        let group = group.subgroup(&all).unwrap().unwrap();
+        expect_three_calls(&group);
+        let stream = stream(&group);
+        let device = group.device().unwrap();
+        let mut memory = stream.clone_htod(&[1f32; 1000]).unwrap();
+        let calls = if group.rank() == last { 1 } else { 2 };
+        for _ in 0..calls {
+            let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
+            device.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+        }
+        let outcome = if begins_step {
+            device.begin_step(false)
+        } else {
+            group.all_gather_object(&group.rank()).map(drop)
+        };
+        let error = outcome.unwrap_err();
+        let CommError::Mismatch { calls, .. } = &error else {
+            panic!("{error:?}");
+        };
+        let of_last = calls.iter().find(|call| call.ranks == [last]).unwrap();
+        assert!(!of_last.call.contains("in GPU memory"), "{error}");
+        assert_eq!(calls.len(), 2, "{error}");
+        assert_eq!(group.barrier(), Err(error));
+    }
+}
+
 /// Lets the last rank make an expected call with arguments that do not fit.
 fn order_in_which_one_is_wrong(group: &ProcessGroup) {
     if group.world_size() == 1 {
@@ -495,10 +545,10 @@ fn order_in_which_one_is_wrong(group: &ProcessGroup) {
             .all_gather_into(&mut output, &DeviceSlice::new(&input, &stream))?
             .wait()
     };
-    device.begin_step(false);
+    device.begin_step(false).unwrap();
     gather(8 * group.world_size()).unwrap();
     group.barrier().unwrap();
-    device.begin_step(true);
+    device.begin_step(true).unwrap();
     let error = gather(if rank == last {
         3
     } else {
@@ -542,6 +592,7 @@ fn queued(group: ProcessGroup) {
     // SAFETY: the streams below wait for each other by events.
     unsafe { context.disable_event_tracking() };
     let device = group.device().unwrap();
+    let host_waits = || counts().map(|counts| counts.process.host_waits);
     let waits = host_waits();
     let is_stand_in = waits.is_some();
     let mut gathered = Vec::new();
@@ -614,7 +665,11 @@ fn without_copies(group: &ProcessGroup) {
     let (stream, device, ranks) = (stream(group), group.device().unwrap(), group.world_size());
     let mut small = stream.clone_htod(&[1f32; 1000]).unwrap();
     let mut large = stream.clone_htod(&vec![2f32; 1000 * ranks]).unwrap();
-    let before = host_copies().unwrap();
+    let host_copies = || {
+        let demands = counts().unwrap().process;
+        [demands.copies_up, demands.copies_down]
+    };
+    let before = host_copies();
     {
         let (mut large, mut small) = (
             DeviceSliceMut::new(&mut large, &stream),
@@ -647,9 +702,9 @@ fn without_copies(group: &ProcessGroup) {
         .all_to_all_uneven(&mut to, &counts, &from, &counts)
         .unwrap();
     drop((from, to));
-    assert_eq!(host_copies().unwrap(), before);
+    assert_eq!(host_copies(), before);
     assert_eq!(stream.clone_dtoh(&small).unwrap(), [ranks as f32; 1000]);
-    assert!(host_copies().unwrap() > before, "copies are counted");
+    assert!(host_copies()[1] > before[1], "copies are counted");
 }
 
 fn subgroups(group: &ProcessGroup) {

@@ -14,7 +14,6 @@
     reason = "what ranks tell the test is no checkpoint"
 )]
 
-#[expect(dead_code, reason = "other test programs need the rest")]
 #[path = "../../fsdp-comm/tests/processes/mod.rs"]
 mod processes;
 #[expect(dead_code, reason = "another test program asks for the rest")]
@@ -29,12 +28,13 @@ use candle_nn::{Linear, linear_no_bias};
 use fsdp_comm::{BackendKind, ProcessGroup, init_process_group_within};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{
-    Algorithm, BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError,
-    Optimizer, ShardingStrategy, Unit,
+    Algorithm, BackwardPrefetch, FinishOptions, FsdpConfig, FullyShardedDataParallel,
+    MixedPrecision, NnError, Optimizer, ShardingStrategy, Unit,
 };
-use processes::Ranks;
+use processes::{Ranks, SHORT_DEADLINE};
+use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
-use stand_in::{host_waits, stream_waits};
+use stand_in::counts;
 
 const RANKS: usize = 2;
 const WIDTH: usize = 8;
@@ -66,22 +66,40 @@ fn rank_process() {
     match task.as_str() {
         "bits" => same_bits(&group),
         "counts" => count(&group),
+        "agreements" => agreements(&group),
+        "memory" => memory(&group),
+        "until a rank is lost in a gather" => until_queued_fails(&group, Lost::InGather),
+        "until a rank is lost in a reduction" => until_queued_fails(&group, Lost::InReduction),
         other => panic!("`{other}` is not known"),
     }
 }
 
 /// Makes a model of units that take equally long.
 fn model(group: &ProcessGroup, units: usize, config: FsdpConfig) -> Model {
+    wide_model(group, units, WIDTH, config)
+}
+
+fn wide_model(group: &ProcessGroup, units: usize, width: usize, config: FsdpConfig) -> Model {
     FullyShardedDataParallel::new(group.clone(), config, |scope| {
         (0..units)
             .map(|index| {
                 scope
                     .pp(index)
-                    .unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb()))
+                    .unit(|scope| linear_no_bias(width, width, scope.vb()))
             })
             .collect()
     })
     .unwrap()
+}
+
+/// Returns options with which collectives run beside the computation.
+fn ahead(device: &Device) -> FsdpConfig {
+    FsdpConfig {
+        device: device.clone(),
+        forward_prefetch: true,
+        backward_prefetch: Some(BackwardPrefetch::Pre),
+        ..FsdpConfig::default()
+    }
 }
 
 fn adamw(model: &Model) -> Optimizer {
@@ -153,20 +171,23 @@ fn train(group: &ProcessGroup, config: &FsdpConfig, micro_batches: usize) -> (Ve
         optimizer.step().unwrap();
         model.parameters().zero_grad();
     }
+    (losses, bits(&live_parameters(&model)))
+}
+
+/// Returns views of this rank's part of each parameter.
+fn live_parameters(model: &Model) -> Vec<Tensor> {
     let parameters = model.parameters();
-    let piece = |fqn: &str| {
-        let shards = parameters.parameter(fqn).unwrap().shards().to_vec();
-        let values = shards
-            .iter()
-            .map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>());
-        values.map(Result::unwrap).collect::<Vec<_>>().concat()
-    };
-    let bits = parameters
-        .fqns()
-        .flat_map(piece)
-        .map(f32::to_bits)
-        .collect();
-    (losses, bits)
+    let pieces = |fqn| parameters.parameter(fqn).unwrap().shards().to_vec();
+    let pieces = parameters.fqns().flat_map(pieces);
+    pieces.map(|piece| piece.tensor).collect()
+}
+
+/// Returns the present bits of all elements.
+fn bits(tensors: &[Tensor]) -> Vec<u32> {
+    let values = tensors
+        .iter()
+        .flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    values.map(f32::to_bits).collect()
 }
 
 fn same_bits(group: &ProcessGroup) {
@@ -253,8 +274,6 @@ struct StepCounts {
     /// How often the host waited for the GPU in the whole step, in which it reads the loss and the
     /// norm of the gradients.
     host_waits: u64,
-    /// The operations of the model's group and of those of its units.
-    operations: u64,
 }
 
 /// The steps of some ranks, with shards and without.
@@ -277,7 +296,7 @@ fn least<N: PartialOrd>(steps: &[StepCounts], number: impl Fn(&StepCounts) -> N)
 /// the fewest waits count.
 #[test]
 fn the_computation_waits_for_no_gather_but_the_first_and_the_host_for_numbers_only() {
-    if host_waits().is_none() {
+    if counts().is_none() {
         return;
     }
     let free = run_counted(0);
@@ -336,12 +355,7 @@ fn run_counted(link_us: u64) -> Counted {
 /// Runs the steps of [`run_counted`].
 fn count(group: &ProcessGroup) {
     let device = open_gpu(group.rank());
-    let config = FsdpConfig {
-        device: device.clone(),
-        forward_prefetch: true,
-        backward_prefetch: Some(BackwardPrefetch::Pre),
-        ..FsdpConfig::default()
-    };
+    let config = ahead(&device);
     let alone = model(
         group,
         UNITS,
@@ -375,8 +389,10 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
     // What earlier steps have queued is not counted.
     input.device().synchronize().unwrap();
     model.group().barrier().unwrap();
-    let traffic = model.group().traffic();
-    let waits = || (stream_waits().unwrap(), host_waits().unwrap());
+    let waits = || {
+        let counts = counts().unwrap();
+        (counts.own_stream_waits, counts.process.host_waits)
+    };
     let since = |later: [u64; 2], earlier: [u64; 2]| [0, 1].map(|k| later[k] - earlier[k]);
     let (stream_before, host_before) = waits();
     let begun = Instant::now();
@@ -395,7 +411,6 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
     }
     let (_, host_after) = waits();
     model.parameters().zero_grad();
-    let operations = model.group().traffic().since(&traffic).collectives;
     StepCounts {
         forward_seconds,
         seconds,
@@ -403,6 +418,289 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
         backward_waits: since(stream_after, stream_between),
         // One wait, in the middle, is that of this test.
         host_waits: host_after - host_before - 1,
-        operations: operations.values().sum(),
     }
+}
+
+#[test]
+fn steps_of_a_known_order_agree_twice_with_clipping_and_once_without() {
+    Ranks::start(RANKS, "agreements", &[]).assert_casualties(&[]);
+}
+
+/// A way to train, which makes the same calls in each step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Gradients are clipped and the optimizer steps in one call, which returns the loss.
+    Finishes,
+    /// The gradients are never looked at.
+    NeverClips,
+    /// The first of two backwards leaves its gradients to the second one.
+    Accumulates,
+}
+
+/// The number of a step in which something else is done than in others.
+const OTHER_STEP: usize = 4;
+
+/// Something that is done in one step only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Other {
+    Nothing,
+    /// A forward before the step, for an evaluation.
+    Evaluates,
+    /// A unit is not used.
+    UsesFewerUnits,
+}
+
+/// Checks how often steps agree with the other ranks, and how often the host waits for the GPU.
+fn agreements(group: &ProcessGroup) {
+    let device = open_gpu(group.rank());
+    let alone = FsdpConfig {
+        device: device.clone(),
+        ..FsdpConfig::default()
+    };
+    for way in [Way::Finishes, Way::NeverClips, Way::Accumulates] {
+        let expected = if way == Way::Finishes { 2 } else { 1 };
+        let mut outcomes = Vec::new();
+        for config in [&alone, &ahead(&device)] {
+            for other in [Other::Nothing, Other::Evaluates, Other::UsesFewerUnits] {
+                let (asked, bits) = asked_of_steps(group, config, way, other);
+                for (step, [agreed, waited]) in asked.iter().enumerate().skip(2) {
+                    let what = format!("step {step} of {asked:?}: {way:?}, {other:?}, {config:?}");
+                    assert!(*waited <= 3, "{what}");
+                    // A step that leaves the order agrees on its calls, and so does the next one,
+                    // which leaves it again.
+                    let leaves =
+                        other != Other::Nothing && (OTHER_STEP..OTHER_STEP + 2).contains(&step);
+                    // In the step after these, units are gathered ahead again.
+                    if step != OTHER_STEP + 2 || other != Other::UsesFewerUnits {
+                        assert_eq!(*agreed != expected, leaves, "{what}");
+                    }
+                    assert!(*agreed >= expected, "{what}");
+                }
+                outcomes.push(bits);
+            }
+        }
+        // Neither the evaluation nor the order of the collectives changes a bit.
+        let [plain, evaluated, fewer, ..] = &outcomes[..] else {
+            panic!("{} outcomes", outcomes.len());
+        };
+        assert!(plain == evaluated && plain != fewer, "{way:?}");
+        assert!(outcomes[..3] == outcomes[3..], "{way:?}");
+    }
+}
+
+/// Trains for some steps. Returns the agreements of each and the waits of the host in it, and the
+/// bits of the parameters after them.
+fn asked_of_steps(
+    group: &ProcessGroup,
+    config: &FsdpConfig,
+    way: Way,
+    other: Other,
+) -> (Vec<[u64; 2]>, Vec<u32>) {
+    let model = model(group, UNITS, config.clone());
+    let mut optimizers = [adamw(&model)];
+    let x = input(&config.device, group.rank());
+    let waits = || counts().map_or(0, |counts| counts.process.host_waits);
+    let mut asked = Vec::new();
+    for step in 0..OTHER_STEP + 4 {
+        let other = if step == OTHER_STEP {
+            other
+        } else {
+            Other::Nothing
+        };
+        let (traffic, waited) = (group.traffic(), waits());
+        optimizers[0].groups_mut()[0]
+            .algorithm
+            .set_lr(1e-2 / (step + 1) as f64)
+            .unwrap();
+        if other == Other::Evaluates {
+            forward(&model, &x).unwrap();
+        }
+        train_step(&model, &mut optimizers, &x, way, other);
+        asked.push([group.traffic().since(&traffic).agreements, waits() - waited]);
+    }
+    (asked, bits(&live_parameters(&model)))
+}
+
+/// Runs one step.
+fn train_step(model: &Model, optimizers: &mut [Optimizer], x: &Tensor, way: Way, other: Other) {
+    let backward = |model: &Model| {
+        let loss = model.forward(|layers| {
+            let used = if other == Other::UsesFewerUnits {
+                &layers[1..]
+            } else {
+                &layers[..]
+            };
+            used.iter()
+                .try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh()? + &x)?
+                .sqr()?
+                .mean_all()
+        })?;
+        model.backward(&loss)?;
+        Ok::<_, NnError>(loss)
+    };
+    if way == Way::Accumulates {
+        model.no_sync(backward).unwrap();
+    }
+    let loss = backward(model).unwrap();
+    if way == Way::Finishes {
+        let options = FinishOptions {
+            max_norm: 1.0,
+            losses: &[loss],
+            ..FinishOptions::default()
+        };
+        let parameters = model.parameters();
+        parameters.finish_step(optimizers, None, &options).unwrap();
+    } else {
+        optimizers[0].step().unwrap();
+        model.parameters().zero_grad();
+    }
+}
+
+/// The stand-in, whose streams and links are slow. So the host is far ahead of the GPU, and only
+/// events keep units from being gathered early.
+#[test]
+fn units_are_gathered_no_earlier_than_allowed() {
+    if counts().is_none() {
+        return;
+    }
+    let slow = [
+        ("CUDA_STAND_IN_DELAY_US", "300"),
+        ("CUDA_STAND_IN_LINK_US", "3000"),
+    ];
+    let mut ranks = Ranks::start(RANKS, "memory", &slow);
+    for (_, output) in ranks.wait_for(&[0, 1], DEADLINE) {
+        print!("{output}");
+    }
+}
+
+/// Checks how much GPU memory steps take with and without a limit of what is gathered ahead.
+fn memory(group: &ProcessGroup) {
+    const WIDE: usize = 128;
+    let device = open_gpu(group.rank());
+    let x = Tensor::ones((1, WIDE), DType::F32, &device).unwrap();
+    let most_bytes = |config: FsdpConfig| {
+        let model = wide_model(group, UNITS, WIDE, config);
+        let step = || {
+            device.synchronize().unwrap();
+            group.barrier().unwrap();
+            counts();
+            let loss = forward(&model, &x).unwrap();
+            model.backward(&loss).unwrap();
+            device.synchronize().unwrap();
+            model.parameters().zero_grad();
+            counts().unwrap().most_bytes
+        };
+        // The order of the units is known from the third step on.
+        step();
+        step();
+        step()
+    };
+    let alone = FsdpConfig {
+        device: device.clone(),
+        ..FsdpConfig::default()
+    };
+    let plain = most_bytes(alone);
+    let limited = most_bytes(ahead(&device));
+    let unlimited = most_bytes(FsdpConfig {
+        limit_all_gathers: false,
+        ..ahead(&device)
+    });
+    println!("{plain} bytes, {limited} with one unit ahead, {unlimited} with several");
+    // The unit that is gathered ahead, and at most the gradients of the one that is reduced
+    // meanwhile.
+    let unit = (WIDE * WIDE * 4) as u64;
+    assert!(limited <= plain + 2 * unit, "{limited} after {plain}");
+    assert!(unlimited > limited, "{unlimited} after {limited}");
+}
+
+/// The collective in which a rank is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lost {
+    InGather,
+    InReduction,
+}
+
+/// Sends a signal to the last rank when all ranks have queued a unit's collectives, which the link
+/// of the stand-in holds up. The others' errors name it.
+fn lose_the_last_rank(what: &str, signal: Signal) {
+    if counts().is_none() {
+        return;
+    }
+    let logs = tempfile::tempdir().unwrap();
+    let variables = [
+        ("CUDA_STAND_IN_LINK_US", "400000"),
+        ("FSDP_TEST_LOG", logs.path().to_str().unwrap()),
+    ];
+    let mut ranks = Ranks::start(RANKS, what, &variables);
+    ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == RANKS);
+    ranks.signal(RANKS - 1, signal);
+    let survivors: Vec<usize> = (0..RANKS - 1).collect();
+    ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(7));
+}
+
+#[test]
+fn a_rank_that_dies_within_a_units_gather_is_named() {
+    lose_the_last_rank("until a rank is lost in a gather", Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_within_a_units_gather_is_named() {
+    lose_the_last_rank("until a rank is lost in a gather", Signal::STOP);
+}
+
+#[test]
+fn a_rank_that_dies_within_a_reduction_of_gradients_is_named() {
+    lose_the_last_rank("until a rank is lost in a reduction", Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_within_a_reduction_of_gradients_is_named() {
+    lose_the_last_rank("until a rank is lost in a reduction", Signal::STOP);
+}
+
+/// Queues collectives of units, which the last rank does not survive, and expects errors that name
+/// it from whatever the program does next. The parameters stay as they are.
+fn until_queued_fails(group: &ProcessGroup, lost: Lost) {
+    let device = open_gpu(group.rank());
+    let config = FsdpConfig {
+        strategy: match lost {
+            Lost::InGather => ShardingStrategy::FullShard,
+            // Without gathers in the backward.
+            Lost::InReduction => ShardingStrategy::ShardGradOp,
+        },
+        ..ahead(&device)
+    };
+    let model = model(&group.with_deadline(SHORT_DEADLINE), 2, config);
+    let mut optimizers = [adamw(&model)];
+    let x = input(&device, group.rank());
+    for _ in 0..2 {
+        train_step(&model, &mut optimizers, &x, Way::Finishes, Other::Nothing);
+    }
+    let live = live_parameters(&model);
+    let before = bits(&live);
+    let loss = forward(&model, &x).unwrap();
+    if lost == Lost::InReduction {
+        loss.to_scalar::<f32>().unwrap();
+        model.backward(&loss).unwrap();
+    }
+    let log = std::env::var("FSDP_TEST_LOG").unwrap();
+    std::fs::write(format!("{log}/{}", group.rank()), "queued").unwrap();
+    let error = match lost {
+        Lost::InGather => model.backward(&loss).map(drop).unwrap_err(),
+        Lost::InReduction => {
+            let parameters = model.parameters();
+            let finished = parameters.finish_step(&mut optimizers, None, &FinishOptions::default());
+            finished.unwrap_err()
+        }
+    };
+    let last = format!("rank {} ", RANKS - 1);
+    let later = [
+        error,
+        model.parameters().synchronize().unwrap_err(),
+        forward(&model, &x).unwrap_err(),
+    ];
+    for error in later {
+        assert!(error.to_string().contains(&last), "{error}");
+    }
+    assert!(bits(&live) == before);
 }

@@ -3,6 +3,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[expect(dead_code, reason = "other test programs ask for the rest")]
+#[path = "../../fsdp-comm/tests/stand_in/mod.rs"]
+mod stand_in;
+
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use fsdp_ops::{
     DropoutMasks, cross_entropy, dropout, embedding, gelu, gelu_erf, layer_norm, linear,
@@ -332,26 +336,12 @@ struct Counts {
 }
 
 /// Returns the counts so far; `None` on a real GPU, which does not count.
-#[expect(unsafe_code, reason = "a function that only the stand-in has")]
 fn counts() -> Option<Counts> {
-    let mut counts = [0; 7];
-    // SAFETY: the function has this type in the stand-in.
-    unsafe {
-        let driver = libloading::Library::new("libcuda.so.1").unwrap();
-        let name = b"cudaStandInCosts\0";
-        let Ok(count) = driver.get::<unsafe extern "C" fn(*mut [u64; 7]) -> u32>(name) else {
-            // The variable that the stand-in needs for messages between ranks.
-            let is_stand_in = std::env::var_os("CUDA_STAND_IN_DIRECTORY").is_some();
-            assert!(!is_stand_in, "the stand-in counts");
-            return None;
-        };
-        assert_eq!(count(&mut counts), 0);
-    }
-    let [kernels, _, _, _, to_gpu, to_host, waits] = counts;
+    let demands = stand_in::counts()?.process;
     Some(Counts {
-        kernels,
-        copies: to_gpu + to_host,
-        waits,
+        kernels: demands.kernels,
+        copies: demands.copies_up + demands.copies_down,
+        waits: demands.host_waits,
     })
 }
 

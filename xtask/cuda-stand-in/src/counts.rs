@@ -5,13 +5,14 @@
 
 #![expect(unsafe_code, reason = "a function of C's library")]
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::machine::{self, say};
+use crate::machine::say;
 
 /// The variable that names the file.
 const FILE: &str = "CUDA_STAND_IN_COUNTS";
@@ -29,32 +30,95 @@ pub(crate) enum Counted {
     CopiesUp,
     /// Copies from a GPU to the host.
     CopiesDown,
+    /// The bytes of those copies.
+    BytesUp,
+    BytesDown,
+    /// The bytes of the host that were pinned.
+    BytesPinned,
+    /// Calls that waited for a GPU: for a stream, an event, a whole GPU, or a copy to memory that
+    /// is not pinned.
+    HostWaits,
+    /// Calls that made a stream wait for an event.
+    StreamWaits,
 }
 
 /// The names of what is counted, in the order of [`Counted`].
-const NAMES: [&str; 6] = [
+const NAMES: [&str; 11] = [
     "kernels",
     "memsets",
     "allocations",
     "events",
     "copies_up",
     "copies_down",
+    "bytes_up",
+    "bytes_down",
+    "bytes_pinned",
+    "host_waits",
+    "stream_waits",
 ];
 
+/// The counts of the process.
 static COUNTS: [AtomicU64; NAMES.len()] = [const { AtomicU64::new(0) }; NAMES.len()];
+
+/// The bytes of GPU memory that are allocated where the streams are now, and the most of them since
+/// somebody asked.
+static HELD_BYTES: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+thread_local! {
+    /// The counts of the thread.
+    static OWN: Cell<[u64; NAMES.len()]> = const { Cell::new([0; NAMES.len()]) };
+}
 
 /// Counts one more.
 pub(crate) fn count(counted: Counted) {
-    COUNTS[counted as usize].fetch_add(1, Ordering::Relaxed);
+    add(counted, 1);
 }
 
-/// Returns all counts, and the number of waits of the host.
-pub(crate) fn all() -> [u64; NAMES.len() + 1] {
-    let mut all = [machine::host_waits(); NAMES.len() + 1];
-    for (number, count) in all.iter_mut().zip(&COUNTS) {
-        *number = count.load(Ordering::Relaxed);
+/// Counts many more.
+pub(crate) fn add(counted: Counted, number: usize) {
+    COUNTS[counted as usize].fetch_add(number as u64, Ordering::Relaxed);
+    let mut own = OWN.get();
+    own[counted as usize] += number as u64;
+    OWN.set(own);
+}
+
+/// Counts bytes of memory from the point of a stream on at which they are allocated.
+pub(crate) fn hold(bytes: u64) {
+    let [held, most] = &HELD_BYTES;
+    let held = held.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    most.fetch_max(held, Ordering::Relaxed);
+}
+
+/// Ends the count of bytes, where they are freed.
+pub(crate) fn release(bytes: u64) {
+    HELD_BYTES[0].fetch_sub(bytes, Ordering::Relaxed);
+}
+
+/// The counts as programs get them.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Counts {
+    /// The counts of the process, in the order of [`Counted`].
+    process: [u64; NAMES.len()],
+    /// The counts of the calling thread.
+    thread: [u64; NAMES.len()],
+    /// How often the thread's own stream was told to wait for an event, and how often the event had
+    /// not been reached when the stream came to it.
+    own_stream_waits: [u64; 2],
+    /// The most bytes of GPU memory that were allocated at once, where streams come to allocate and
+    /// free them, since the last call.
+    most_bytes: u64,
+}
+
+/// Returns all counts, with those of the thread's own stream.
+pub(crate) fn all(own_stream_waits: [u64; 2]) -> Counts {
+    let [held, most] = &HELD_BYTES;
+    Counts {
+        process: COUNTS.each_ref().map(|count| count.load(Ordering::Relaxed)),
+        thread: OWN.get(),
+        own_stream_waits,
+        most_bytes: most.swap(held.load(Ordering::Relaxed), Ordering::Relaxed),
     }
-    all
 }
 
 unsafe extern "C" {
@@ -79,10 +143,9 @@ extern "C" fn write() {
         return;
     };
     let counts = NAMES.iter().zip(&COUNTS);
-    let mut fields: Vec<String> = counts
+    let fields: Vec<String> = counts
         .map(|(name, count)| format!("\"{name}\":{}", count.load(Ordering::Relaxed)))
         .collect();
-    fields.push(format!("\"host_waits\":{}", machine::host_waits()));
     let file = OpenOptions::new().create(true).append(true).open(path);
     let written = file.and_then(|mut file| writeln!(file, "{{{}}}", fields.join(",")));
     if let Err(error) = written {

@@ -9,14 +9,11 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::{Arc, Mutex};
 
-use crate::counts::{self, Counted, count};
+use crate::counts::{self, Counted, Counts, add, count};
 use crate::handles::{Handle, Handles, lock};
 use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
-use crate::machine::{
-    self, Moved, STREAMS, count_bytes, count_copy, count_host_wait, count_stream_wait, current,
-    devices, elements, push, push_marker, say, stream,
-};
+use crate::machine::{self, STREAMS, current, devices, elements, push, push_marker, say, stream};
 use crate::memory::{Address, device_of};
 use crate::queue::{Marker, Work};
 
@@ -143,7 +140,7 @@ extern "C" fn cuCtxDestroy_v2(_context: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxSynchronize() -> Code {
-    count_host_wait();
+    count(Counted::HostWaits);
     answer(current().and_then(|device| {
         device.synchronize();
         device.check()
@@ -173,15 +170,24 @@ unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> C
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(made: *mut Address, bytes: usize, on: Handle) -> Code {
     count(Counted::Allocations);
-    // SAFETY: the caller's pointer.
-    answer(stream(on).and_then(|(device, _)| unsafe { give(made, device.allocate(bytes as u64)?) }))
+    answer(stream(on).and_then(|(device, queue)| {
+        // SAFETY: the caller's pointer.
+        unsafe { give(made, device.allocate(bytes as u64)?) }?;
+        // The memory may be taken earlier here than on a GPU, which takes it in the stream's order.
+        queue.push_note(move || counts::hold(bytes as u64));
+        Ok(())
+    }))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(made: *mut Address, bytes: usize) -> Code {
     count(Counted::Allocations);
-    // SAFETY: the caller's pointer.
-    answer(current().and_then(|device| unsafe { give(made, device.allocate(bytes as u64)?) }))
+    answer(current().and_then(|device| {
+        // SAFETY: the caller's pointer.
+        unsafe { give(made, device.allocate(bytes as u64)?) }?;
+        counts::hold(bytes as u64);
+        Ok(())
+    }))
 }
 
 #[unsafe(no_mangle)]
@@ -196,16 +202,18 @@ extern "C" fn cuMemFreeAsync(address: Address, on: Handle) -> Code {
             )));
         }
         // Only what the stream was given before may still use it.
-        push(on, Box::new(move || owner.memory.free(address))).map(drop)
+        let work = move || owner.memory.free(address).map(counts::release);
+        push(on, Box::new(work)).map(drop)
     }))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: Address) -> Code {
-    machine::count_host_wait();
+    count(Counted::HostWaits);
     answer(current().and_then(|device| {
         device.synchronize();
-        device.memory.free(address).map_err(explain)
+        let freed = device.memory.free(address);
+        freed.map(counts::release).map_err(explain)
     }))
 }
 
@@ -249,7 +257,7 @@ unsafe extern "C" fn cuMemHostAlloc(made: *mut *mut c_void, bytes: usize, _flags
     // SAFETY: as many bytes as were allocated.
     unsafe { memory.write_bytes(0xff, bytes) };
     machine::pin(memory.addr(), bytes);
-    count_bytes(Moved::Pinned, bytes);
+    add(Counted::BytesPinned, bytes);
     // SAFETY: the caller's pointer.
     answer(unsafe { give(made, memory.cast()) })
 }
@@ -259,7 +267,7 @@ unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> Code {
     let Some(bytes) = machine::unpin(memory.addr()) else {
         return code::INVALID_VALUE;
     };
-    count_host_wait();
+    count(Counted::HostWaits);
     devices().iter().for_each(machine::Device::synchronize);
     let Ok(layout) = Layout::from_size_align(bytes.max(1), PAGE) else {
         return code::INVALID_VALUE;
@@ -310,9 +318,8 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
         return code::SUCCESS;
     }
     answer(check(from, to, bytes).and_then(|()| {
-        count_copy(bytes);
         count(Counted::CopiesUp);
-        count_bytes(Moved::ToDevice, bytes);
+        add(Counted::BytesUp, bytes);
         let host = Host(from.cast_mut().cast());
         let work: Work = if machine::is_pinned(from.addr(), bytes) {
             // Read only when the stream gets there: who changes pinned memory too early gets wrong
@@ -338,9 +345,8 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         return code::SUCCESS;
     }
     answer(check(to, from, bytes).and_then(|()| {
-        count_copy(bytes);
         count(Counted::CopiesDown);
-        count_bytes(Moved::ToHost, bytes);
+        add(Counted::BytesDown, bytes);
         let host = Host(to.cast());
         let is_pinned = machine::is_pinned(to.addr(), bytes);
         let copied = push(
@@ -356,7 +362,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         )?;
         // Only copies to pinned memory go on after the call.
         if !is_pinned {
-            count_host_wait();
+            count(Counted::HostWaits);
             copied.wait();
             return stream(on).and_then(|(device, _)| device.check());
         }
@@ -422,7 +428,7 @@ extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamSynchronize(handle: Handle) -> Code {
-    count_host_wait();
+    count(Counted::HostWaits);
     // Through a point in it, because the default stream has to wait for others.
     answer(push_marker(handle).and_then(|marker| {
         marker.wait();
@@ -481,7 +487,7 @@ extern "C" fn cuEventQuery(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuEventSynchronize(handle: Handle) -> Code {
-    count_host_wait();
+    count(Counted::HostWaits);
     answer(event(handle).and_then(|event| {
         let marker = lock(&event).clone();
         marker.wait();
@@ -491,7 +497,7 @@ extern "C" fn cuEventSynchronize(handle: Handle) -> Code {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> Code {
-    count_stream_wait();
+    count(Counted::StreamWaits);
     answer(event(of).and_then(|event| {
         let marker = lock(&event).clone();
         let (_, queue) = stream(handle)?;
@@ -500,47 +506,12 @@ extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> C
     }))
 }
 
-/// Tells how often something was copied between the host and a GPU, and how many bytes. CUDA has no
-/// such function.
+/// Tells what was counted. CUDA has no such function.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInHostCopies(counts: *mut [u64; 2]) -> Code {
+unsafe extern "C" fn cudaStandInCounts(counts: *mut Counts) -> Code {
+    // A thread without a context has no stream of its own.
+    let own_stream = stream(machine::PER_THREAD_STREAM);
+    let waits = own_stream.map_or([0; 2], |(_, queue)| queue.waits());
     // SAFETY: the caller's pointer.
-    answer(unsafe { give(counts, machine::copies()) })
-}
-
-/// Tells how often the host has waited for a GPU: for a stream, an event, a whole GPU, or a copy to
-/// memory that is not pinned. CUDA has no such function.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInHostWaits(count: *mut u64) -> Code {
-    // SAFETY: the caller's pointer.
-    answer(unsafe { give(count, machine::host_waits()) })
-}
-
-/// Tells how often a stream was told to wait for an event, and how often the event had not been
-/// reached when the stream came to it. CUDA has no such function.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInStreamWaits(handle: Handle, counts: *mut [u64; 2]) -> Code {
-    answer(stream(handle).and_then(|(_, queue)| {
-        // SAFETY: the caller's pointer.
-        unsafe { give(counts, queue.waits()) }
-    }))
-}
-
-/// Tells the bytes that were copied to the host and from it, the bytes that were pinned, and how
-/// often the calling thread waited for a GPU and made a stream wait. CUDA has no such function.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInCounts(counts: *mut [u64; 5]) -> Code {
-    let [to_host, to_device, pinned] = machine::bytes_moved();
-    let [host_waits, stream_waits] = machine::waits();
-    let all = [to_host, to_device, pinned, host_waits, stream_waits];
-    // SAFETY: the caller's pointer.
-    answer(unsafe { give(counts, all) })
-}
-
-/// Tells how often each of [`Counted`] has happened, and how often the host has waited for a GPU.
-/// CUDA has no such function.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInEvents(counts: *mut [u64; 7]) -> Code {
-    // SAFETY: the caller's pointer.
-    answer(unsafe { give(counts, counts::all()) })
+    answer(unsafe { give(counts, counts::all(waits)) })
 }

@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -59,8 +58,10 @@ use code::Code;
 const MOST_DEVICES: usize = 16;
 /// The bytes of a GPU's memory, unless a variable tells another number.
 const MEMORY: u64 = 1 << 30;
-/// The handle of a thread's own stream.
+/// The number of a thread's own stream.
 const PER_THREAD: usize = 2;
+/// The handle of a thread's own stream.
+pub(crate) const PER_THREAD_STREAM: Handle = std::ptr::without_provenance_mut(PER_THREAD);
 
 /// One GPU.
 #[derive(Debug)]
@@ -306,77 +307,6 @@ pub(crate) fn is_pinned(address: usize, bytes: usize) -> bool {
     let pinned = lock(&PINNED);
     let before = pinned.range(..=address).next_back();
     before.is_some_and(|(start, len)| address + bytes <= start + len)
-}
-
-/// The number of copies between the host and GPUs, and of their bytes.
-static COPIES: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
-
-/// Counts a copy between the host and a GPU.
-pub(crate) fn count_copy(bytes: usize) {
-    COPIES[0].fetch_add(1, Ordering::Relaxed);
-    COPIES[1].fetch_add(bytes as u64, Ordering::Relaxed);
-}
-
-/// Returns the number of copies between the host and GPUs so far, and of their bytes.
-pub(crate) fn copies() -> [u64; 2] {
-    [
-        COPIES[0].load(Ordering::Relaxed),
-        COPIES[1].load(Ordering::Relaxed),
-    ]
-}
-
-/// The bytes that were copied from GPUs to the host and from the host to GPUs, and those that were
-/// pinned.
-static BYTES: [AtomicU64; 3] = [AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)];
-
-/// The index of a number in [`BYTES`].
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Moved {
-    ToHost,
-    ToDevice,
-    Pinned,
-}
-
-/// Counts bytes.
-pub(crate) fn count_bytes(what: Moved, bytes: usize) {
-    BYTES[what as usize].fetch_add(bytes as u64, Ordering::Relaxed);
-}
-
-/// Returns the bytes that were counted so far.
-pub(crate) fn bytes_moved() -> [u64; 3] {
-    [0, 1, 2].map(|index| BYTES[index].load(Ordering::Relaxed))
-}
-
-thread_local! {
-    /// The calls of this thread that waited for a GPU, and those that made a stream wait for an
-    /// event.
-    static WAITS: Cell<[u64; 2]> = const { Cell::new([0, 0]) };
-}
-
-/// The calls of all threads that waited for a GPU.
-static HOST_WAITS: AtomicU64 = AtomicU64::new(0);
-
-/// Returns the number of calls of all threads that waited for a GPU.
-pub(crate) fn host_waits() -> u64 {
-    HOST_WAITS.load(Ordering::Relaxed)
-}
-
-/// Counts a call of this thread that waits for a GPU.
-pub(crate) fn count_host_wait() {
-    HOST_WAITS.fetch_add(1, Ordering::Relaxed);
-    let [host, streams] = WAITS.get();
-    WAITS.set([host + 1, streams]);
-}
-
-/// Counts a call of this thread that makes a stream wait.
-pub(crate) fn count_stream_wait() {
-    let [host, streams] = WAITS.get();
-    WAITS.set([host, streams + 1]);
-}
-
-/// Returns the numbers of calls of this thread that waited, and that made a stream wait.
-pub(crate) fn waits() -> [u64; 2] {
-    WAITS.get()
 }
 
 /// Writes a line to stderr: there is nobody else to tell what a code does not.

@@ -110,8 +110,8 @@ impl Memory {
             .contains_key(&address.wrapping_sub(self.start))
     }
 
-    /// Gives an allocation back.
-    pub(crate) fn free(&self, address: Address) -> Result<(), String> {
+    /// Gives an allocation back, and returns its bytes.
+    pub(crate) fn free(&self, address: Address) -> Result<u64, String> {
         let mut offset = address.wrapping_sub(self.start);
         let mut blocks = lock(&self.blocks);
         let bytes = blocks
@@ -141,12 +141,12 @@ impl Memory {
             .range(..offset)
             .next_back()
             .map(|(&start, &bytes)| (start, bytes));
-        if let Some((start, bytes)) = before.filter(|(start, bytes)| start + bytes == offset) {
+        if let Some((start, before)) = before.filter(|(start, before)| start + before == offset) {
             offset = start;
-            len += bytes;
+            len += before;
         }
         blocks.free.insert(offset, len);
-        Ok(())
+        Ok(bytes)
     }
 
     /// Returns the elements from an address to the end of its allocation.

@@ -95,6 +95,15 @@ impl Queue {
         self.push_after(Box::new(|| Ok(())), Duration::ZERO)
     }
 
+    /// Adds something to note when the queue comes to it.
+    pub(crate) fn push_note(&self, note: impl FnOnce() + Send + 'static) {
+        let work = Box::new(move || {
+            note();
+            Ok(())
+        });
+        self.push_after(work, Duration::ZERO);
+    }
+
     /// Adds work before which the queue does nothing for a while.
     fn push_after(&self, work: Work, delay: Duration) -> Marker {
         let marker = Marker::default();

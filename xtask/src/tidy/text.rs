@@ -54,11 +54,9 @@ const UNSAFE: &[&str] = &[
     "xtask/cuda-stand-in/src/nccl/mod.rs",
     "xtask/cuda-stand-in/src/random.rs",
     // Tests on GPUs: variables for NCCL, and the counts of the stand-in.
-    "crates/fsdp-checkpoint/tests/gpu.rs",
     "crates/fsdp-comm/tests/nccl.rs",
     "crates/fsdp-comm/tests/stand_in/mod.rs",
     "crates/fsdp-nn/tests/overlap.rs",
-    "crates/fsdp-ops/tests/cuda.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",

@@ -2,7 +2,7 @@
 //!
 //! Ballots, errors, objects and slices of host memory are sent as in the `tcp` backend, and
 //! processes find each other as there. So a rank that dies or stops is named, and all ranks agree
-//! before they make a call of NCCL's. Only the collectives of
+//! before they make a call of NCCL's, unless all of them expect it. Only the collectives of
 //! [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
 mod communicator;

@@ -175,8 +175,10 @@ impl TcpBackend {
         }
         // All ranks of the group have found the same when they set it up, so all go the same way.
         match &self.memory {
-            Some(memory) => plan(&memory.vote(self.member(), round, vote)?),
-            None => plan(&self.member().vote(round, vote)?),
+            Some(memory) if !round.votes_by_message => {
+                plan(&memory.vote(self.member(), round, vote)?)
+            }
+            _ => plan(&self.member().vote(round, vote)?),
         }
     }
 }
@@ -345,6 +347,7 @@ mod tests {
             operation: "test",
             timeout,
             deadline: deadline_after(timeout),
+            votes_by_message: false,
         }
     }
 

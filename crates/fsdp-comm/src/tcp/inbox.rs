@@ -615,6 +615,7 @@ mod tests {
             operation: "barrier",
             timeout: HEARTBEAT_TIMEOUT,
             deadline,
+            votes_by_message: false,
         };
         for (from, failed) in [(1, 5), (2, 4), (1, 6)] {
             let error = CommError::Aborted {

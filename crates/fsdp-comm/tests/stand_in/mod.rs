@@ -5,45 +5,52 @@
     reason = "functions of C, by which the stand-in tells what it has counted"
 )]
 
-use std::ptr;
-
 use libloading::Library;
 
-/// The handle of the stream of each thread.
-const PER_THREAD_STREAM: usize = 2;
-
-/// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a
-/// real driver.
-pub(crate) fn host_copies() -> Option<[u64; 2]> {
-    counted(driver(), b"cudaStandInHostCopies")
+/// How often something was asked of GPUs so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Demands {
+    /// Launches of kernels, and matrix products.
+    pub(crate) kernels: u64,
+    pub(crate) memsets: u64,
+    pub(crate) allocations: u64,
+    pub(crate) events: u64,
+    /// Copies from the host to GPUs.
+    pub(crate) copies_up: u64,
+    /// Copies from GPUs to the host.
+    pub(crate) copies_down: u64,
+    /// The bytes of those copies.
+    pub(crate) bytes_up: u64,
+    pub(crate) bytes_down: u64,
+    /// The bytes of the host's memory that were pinned.
+    pub(crate) bytes_pinned: u64,
+    /// Calls that waited for a GPU.
+    pub(crate) host_waits: u64,
+    /// Calls that made a stream wait for an event.
+    pub(crate) stream_waits: u64,
 }
 
-/// Returns how often the host has waited for GPUs so far; `None` with a real driver.
-pub(crate) fn host_waits() -> Option<u64> {
-    counted(driver(), b"cudaStandInHostWaits")
+/// The counts of the stand-in.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct Counts {
+    pub(crate) process: Demands,
+    /// The demands of the calling thread.
+    pub(crate) thread: Demands,
+    /// How often the stream of the calling thread was told to wait for an event, and how often the
+    /// event had not been reached when the stream came to it.
+    pub(crate) own_stream_waits: [u64; 2],
+    /// The most bytes of GPU memory that were allocated at once, where streams come to allocate and
+    /// free them, since the last call.
+    pub(crate) most_bytes: u64,
 }
 
-/// Returns how often this thread's stream was told to wait for an event so far, and how often the
-/// event had not been reached then; `None` with a real driver.
-pub(crate) fn stream_waits() -> Option<[u64; 2]> {
-    let mut counts = [0; 2];
-    let stream = ptr::without_provenance_mut::<std::ffi::c_void>(PER_THREAD_STREAM);
-    // SAFETY: the driver is loaded already, and the function writes two numbers.
-    let code = unsafe {
-        let driver = driver();
-        let function = driver
-            .get::<unsafe extern "C" fn(*mut std::ffi::c_void, *mut [u64; 2]) -> u32>(
-                b"cudaStandInStreamWaits",
-            );
-        function.ok()?(stream, &mut counts)
-    };
-    assert_eq!(code, 0);
-    Some(counts)
-}
-
-fn driver() -> Library {
+/// Returns the counts so far; `None` with a real driver.
+pub(crate) fn counts() -> Option<Counts> {
     // SAFETY: the driver is loaded already.
-    unsafe { Library::new("libcuda.so.1") }.expect("a GPU needs the driver")
+    let driver = unsafe { Library::new("libcuda.so.1") }.expect("a GPU needs the driver");
+    counted(driver, b"cudaStandInCounts")
 }
 
 /// Returns the number of ids that this process has made for communicators, and the number of splits
@@ -57,11 +64,14 @@ pub(crate) fn origins_of_communicators() -> Option<[u64; 2]> {
 /// Returns what a function of the stand-in has counted.
 fn counted<C: Default>(library: Library, function: &[u8]) -> Option<C> {
     let mut counts = C::default();
-    // SAFETY: the function writes as many numbers as the type has.
+    // SAFETY: the function writes the numbers that the type has.
     let code = unsafe {
-        library
-            .get::<unsafe extern "C" fn(*mut C) -> u32>(function)
-            .ok()?(&mut counts)
+        let Ok(function) = library.get::<unsafe extern "C" fn(*mut C) -> u32>(function) else {
+            // The stand-in has all of these functions.
+            assert!(std::env::var_os("CUDA_STAND_IN_DIRECTORY").is_none());
+            return None;
+        };
+        function(&mut counts)
     };
     assert_eq!(code, 0);
     Some(counts)

@@ -47,6 +47,18 @@ impl Groups {
         }
     }
 
+    /// Returns `true` if the groups have operations on GPU memory.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn moves_gpu_memory(&self) -> bool {
+        self.device_groups().next().is_some()
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    #[expect(clippy::unused_self, reason = "there are operations on GPU memory")]
+    pub(crate) const fn moves_gpu_memory(&self) -> bool {
+        false
+    }
+
     /// Returns a hash of the calls on GPU memory in this step. It is the same on all ranks whose
     /// models took the same way.
     ///
@@ -74,16 +86,26 @@ impl Groups {
 
     /// Begins a step. If `is_same`, the ranks made the same calls on GPU memory in the last one:
     /// they do not agree on those again.
+    ///
+    /// # Errors
+    /// Those of [`DeviceGroup::begin_step`](fsdp_comm::device::DeviceGroup::begin_step).
     #[cfg(feature = "nccl")]
-    pub(crate) fn begin_step(&self, is_same: bool) {
+    pub(crate) fn begin_step(&self, is_same: bool) -> Result<()> {
         for device in self.device_groups() {
-            device.begin_step(is_same);
+            device.begin_step(is_same)?;
         }
+        Ok(())
     }
 
     #[cfg(not(feature = "nccl"))]
-    #[expect(clippy::unused_self, reason = "there are calls on GPU memory")]
-    pub(crate) const fn begin_step(&self, _is_same: bool) {}
+    #[expect(
+        clippy::unnecessary_wraps,
+        clippy::unused_self,
+        reason = "there are calls on GPU memory, which may fail"
+    )]
+    pub(crate) const fn begin_step(&self, _is_same: bool) -> Result<()> {
+        Ok(())
+    }
 
     /// Returns the operations of the groups on GPU memory, as far as they have any.
     #[cfg(feature = "nccl")]

@@ -248,10 +248,9 @@ impl Overlap {
         // Wait for all earlier reductions; on a GPU only the GPU does. So the unreduced gradients
         // of at most two units are in memory: this unit, and the one that is computed while this
         // one is reduced.
-        state
-            .reductions
-            .iter_mut()
-            .for_each(|(_, ticket)| ticket.finish());
+        for (_, ticket) in &mut state.reductions {
+            ticket.finish();
+        }
         let background_unit = Arc::clone(unit);
         let ticket = self
             .worker
@@ -261,6 +260,15 @@ impl Overlap {
         }
         state.reductions.push((unit.unit_number, ticket));
         Ok(None)
+    }
+
+    /// Waits until the thread has run all reductions, which on a GPU are only queued then. Their
+    /// results are still to be taken.
+    pub(crate) fn finish_reductions(&self) {
+        let mut state = self.state();
+        for (_, ticket) in &mut state.reductions {
+            ticket.finish();
+        }
     }
 
     /// Waits for the reduction of a unit's gradients, if there is one.

@@ -8,6 +8,7 @@ use tracing::warn;
 
 use super::parameters::ShardedParameters;
 use crate::error::Result;
+use crate::exchange::Groups;
 use crate::unit::PendingReduction;
 
 /// The most parameters that the warning names.
@@ -18,7 +19,9 @@ impl ShardedParameters {
     /// are reduced, those of the root unit among them.
     ///
     /// Collectives: unless gradients are accumulated without communication, one all-reduce of a
-    /// byte for each unit and each parameter. While replicas do not reduce, one all-gather of a
+    /// byte for each unit and each parameter, in which the ranks also compare their calls on GPU
+    /// memory since the last one. If these are the same, they do not agree on each of them again.
+    /// While replicas do not reduce, one all-gather of a
     /// byte for each unit over the shard group instead. Then the reductions of units that have
     /// gradients left on any rank.
     pub(crate) fn finish_backward(&self) -> Result<()> {
@@ -48,10 +51,23 @@ impl ShardedParameters {
             .into_iter()
             .chain(has_own_gradients.map(u8::from))
             .collect();
+        let flag_count = bytes.len();
+        if let Some(hash) = self.calls_hash()? {
+            // The largest of all ranks is also the smallest if all are the same.
+            bytes.extend_from_slice(&hash.to_le_bytes());
+            bytes.extend_from_slice(&(!hash).to_le_bytes());
+        }
         if self.group().world_size() > 1 {
             self.group().all_reduce(&mut bytes, ReduceOp::Max)?;
         }
-        let (unreduced, has_own_gradients) = bytes.split_at(self.handles.len());
+        let (flags, hashes) = bytes.split_at(flag_count);
+        if !hashes.is_empty() {
+            let (largest, inverted) = hashes.split_at(hashes.len() / 2);
+            let is_same = largest.iter().zip(inverted).all(|(a, b)| *a == !*b);
+            self.all_groups()
+                .try_for_each(|groups| groups.begin_step(is_same))?;
+        }
+        let (unreduced, has_own_gradients) = flags.split_at(self.handles.len());
         self.reduce_unreduced(unreduced)?;
         self.set_has_gradient(
             &has_own_gradients
@@ -60,6 +76,23 @@ impl ShardedParameters {
                 .collect::<Vec<bool>>(),
         );
         Ok(())
+    }
+
+    /// Returns a hash of the calls on GPU memory since the last backward that compared them; `None`
+    /// if the groups move no GPU memory.
+    fn calls_hash(&self) -> Result<Option<u64>> {
+        if !self.all_groups().any(Groups::moves_gpu_memory) {
+            return Ok(None);
+        }
+        // Calls beside the computation count once they are made.
+        if let Some(overlap) = &self.overlap {
+            overlap.finish_reductions();
+        }
+        let mut hash = 0u64;
+        for groups in self.all_groups() {
+            hash = hash.wrapping_mul(31).wrapping_add(groups.calls_hash()?);
+        }
+        Ok(Some(hash))
     }
 
     /// Returns what the ranks of this replica have left to reduce of each unit, as bytes;

@@ -140,6 +140,14 @@ impl ShardedParameters {
         self.handles.first().filter(|handle| handle.is_root)
     }
 
+    /// Returns the groups of the model, and those of its units if they have their own.
+    pub(super) fn all_groups(&self) -> impl Iterator<Item = &Groups> {
+        // Collectives beside the computation run in groups of their own.
+        let first_unit = self.handles.first().filter(|_| self.overlap.is_some());
+        let unit_groups = first_unit.map(|handle| &handle.exchange.groups);
+        std::iter::once(&self.groups).chain(unit_groups)
+    }
+
     /// Returns `true` if `other` is this very model on this rank, and not one like it.
     pub(crate) fn is_same_model(&self, other: &ShardedParameters) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)

@@ -7,7 +7,7 @@ use fsdp_flat::with_float;
 
 use crate::algorithm::multiply;
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, device};
+use crate::exchange::device;
 use crate::model::ShardedParameters;
 use crate::tasks;
 
@@ -146,9 +146,6 @@ impl ShardedParameters {
     /// that each rank passes. Checks that all ranks clip alike: ranks that clip differently would
     /// drift apart. Collective: one all-gather over the model's group.
     ///
-    /// The ranks also compare the calls of their units in this step. If these are the same, they
-    /// need not agree on each of them in the next step.
-    ///
     /// # Errors
     /// The all-gather's; [`NnError::Options`], the same on every rank.
     pub(super) fn norm_to_clip(
@@ -164,16 +161,10 @@ impl ShardedParameters {
             on_non_finite,
         } = options;
         let kind = norm as u64 * 4 + on_non_finite as u64;
-        let unit_groups = self.handles.first().map(|handle| &handle.exchange.groups);
-        let calls_hash = unit_groups.map_or(Ok(0), Groups::calls_hash)?;
-        let mut own = vec![own_part.to_bits(), max_norm.to_bits(), kind, calls_hash];
+        let mut own = vec![own_part.to_bits(), max_norm.to_bits(), kind];
         own.extend_from_slice(numbers);
         let mut gathered = vec![0; own.len() * group.world_size()];
         group.all_gather_into(&mut gathered, &own)?;
-        if let Some(unit_groups) = unit_groups {
-            let mut hashes = gathered.iter().skip(3).step_by(own.len());
-            unit_groups.begin_step(hashes.all(|hash| *hash == calls_hash));
-        }
         let reference = group.global_ranks()[0];
         // The gradients of other replicas are the same as those of this one.
         let shard_ranks = self.shard_group().map(ProcessGroup::global_ranks);
@@ -202,7 +193,7 @@ impl ShardedParameters {
             if is_in_total {
                 total = norm.join(total, f64::from_bits(call[0]));
             }
-            all_numbers.push(call[4..].to_vec());
+            all_numbers.push(call[3..].to_vec());
         }
         if max_norm.is_nan() || max_norm < 0.0 {
             return Err(NnError::options(format!(

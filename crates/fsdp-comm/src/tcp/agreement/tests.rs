@@ -523,6 +523,7 @@ impl World {
                 operation: "barrier",
                 timeout: TIMEOUT,
                 deadline,
+                votes_by_message: false,
             };
             match self.ranks[rank].state.next(GROUP, &round, self.now) {
                 Ok(Next::Send {

@@ -346,6 +346,7 @@ impl LateVotes {
                 operation: "barrier",
                 timeout: TIMEOUT,
                 deadline: self.now + TIMEOUT,
+                votes_by_message: false,
             };
             match self.states[rank].next(GROUP, &round, self.now).unwrap() {
                 Next::Send { receiver, messages } => {
