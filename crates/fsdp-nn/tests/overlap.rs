@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::{Linear, linear_no_bias};
+use candle_nn::{Linear, linear};
 use fsdp_comm::{BackendKind, ProcessGroup, init_process_group_within};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{
@@ -85,7 +85,7 @@ fn wide_model(group: &ProcessGroup, units: usize, width: usize, config: FsdpConf
             .map(|index| {
                 scope
                     .pp(index)
-                    .unit(|scope| linear_no_bias(width, width, scope.vb()))
+                    .unit(|scope| linear(width, width, scope.vb()))
             })
             .collect()
     })
@@ -268,6 +268,8 @@ struct StepCounts {
     forward_seconds: f64,
     /// The time of forward and backward.
     seconds: f64,
+    /// The kernels and copies in the computing stream in this time.
+    work: u64,
     /// How often the computing stream was told to wait, and how often it had to, in the forward.
     forward_waits: [u64; 2],
     backward_waits: [u64; 2],
@@ -307,10 +309,13 @@ fn the_computation_waits_for_no_gather_but_the_first_and_the_host_for_numbers_on
     println!(
         "{unit_us:.0} us for each unit in the forward; a step whose collectives take half of that \
          takes {:.2} times as long as with a link that takes no time, and {:.2} times as long as \
-         without shards; {:?}",
+         without shards, with {:.2} times as many kernels and copies in the computing stream; \
+         {:?} {:?}",
         seconds(&slow.sharded) / seconds(&free.sharded),
         seconds(&slow.sharded) / seconds(&slow.alone),
+        slow.sharded[0].work as f64 / slow.alone[0].work as f64,
         slow.sharded[0],
+        slow.alone[0],
     );
     for counted in [&free, &slow] {
         let steps = &counted.sharded;
@@ -318,6 +323,10 @@ fn the_computation_waits_for_no_gather_but_the_first_and_the_host_for_numbers_on
             assert_eq!(step.forward_waits[0], UNITS as u64, "{counted:?}");
             assert_eq!(step.backward_waits[0], 2 * UNITS as u64, "{counted:?}");
             assert!(step.host_waits <= 3, "{counted:?}");
+            // The parameters of a unit are filled by one launch, twice. Its output is copied, and
+            // candle adds the gradient of that to zeros.
+            let more = step.work - counted.alone[0].work;
+            assert!(more <= 5 * UNITS as u64, "{counted:?}");
         }
         assert!(
             least(steps, |step| step.forward_waits[1]) <= 1,
@@ -393,7 +402,9 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
         let counts = counts().unwrap();
         (counts.own_stream_waits, counts.process.host_waits)
     };
+    let work = || counts().unwrap().thread.work();
     let since = |later: [u64; 2], earlier: [u64; 2]| [0, 1].map(|k| later[k] - earlier[k]);
+    let work_before = work();
     let (stream_before, host_before) = waits();
     let begun = Instant::now();
     let loss = forward(model, input).unwrap();
@@ -402,6 +413,7 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
     let forward_seconds = begun.elapsed().as_secs_f64();
     let (stream_between, _) = waits();
     model.backward(&loss).unwrap();
+    let work = work() - work_before;
     loss.to_scalar::<f32>().unwrap();
     let seconds = begun.elapsed().as_secs_f64();
     let (stream_after, _) = waits();
@@ -414,6 +426,7 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
     StepCounts {
         forward_seconds,
         seconds,
+        work,
         forward_waits: since(stream_between, stream_before),
         backward_waits: since(stream_after, stream_between),
         // One wait, in the middle, is that of this test.
@@ -457,25 +470,30 @@ fn agreements(group: &ProcessGroup) {
         device: device.clone(),
         ..FsdpConfig::default()
     };
+    let replicated = FsdpConfig {
+        strategy: ShardingStrategy::NoShard,
+        ..ahead(&device)
+    };
     for way in [Way::Finishes, Way::NeverClips, Way::Accumulates] {
         let expected = if way == Way::Finishes { 2 } else { 1 };
         let mut outcomes = Vec::new();
-        for config in [&alone, &ahead(&device)] {
+        for config in [&alone, &ahead(&device), &replicated] {
             for other in [Other::Nothing, Other::Evaluates, Other::UsesFewerUnits] {
                 let (asked, bits) = asked_of_steps(group, config, way, other);
                 for (step, [agreed, waited]) in asked.iter().enumerate().skip(2) {
                     let what = format!("step {step} of {asked:?}: {way:?}, {other:?}, {config:?}");
-                    assert!(*waited <= 3, "{what}");
+                    assert!(*waited <= 3 && *agreed >= expected, "{what}");
                     // A step that leaves the order agrees on its calls, and so does the next one,
-                    // which leaves it again.
-                    let leaves =
-                        other != Other::Nothing && (OTHER_STEP..OTHER_STEP + 2).contains(&step);
-                    // In the step after these, units are gathered ahead again.
-                    if step != OTHER_STEP + 2 || other != Other::UsesFewerUnits {
-                        assert_eq!(*agreed != expected, leaves, "{what}");
-                    }
-                    assert!(*agreed >= expected, "{what}");
+                    // which leaves it again. In that after them units are gathered ahead again.
+                    let is_near = (OTHER_STEP..OTHER_STEP + 3).contains(&step);
+                    assert!(
+                        *agreed == expected || is_near && other != Other::Nothing,
+                        "{what}"
+                    );
                 }
+                let is_agreed_on = asked[OTHER_STEP][0] > expected;
+                let has_gathers = config.strategy == ShardingStrategy::FullShard;
+                assert!(!has_gathers || is_agreed_on == (other != Other::Nothing));
                 outcomes.push(bits);
             }
         }
@@ -484,7 +502,7 @@ fn agreements(group: &ProcessGroup) {
             panic!("{} outcomes", outcomes.len());
         };
         assert!(plain == evaluated && plain != fewer, "{way:?}");
-        assert!(outcomes[..3] == outcomes[3..], "{way:?}");
+        assert!(outcomes[..3] == outcomes[3..6], "{way:?}");
     }
 }
 

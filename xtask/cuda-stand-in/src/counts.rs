@@ -30,7 +30,9 @@ pub(crate) enum Counted {
     CopiesUp,
     /// Copies from a GPU to the host.
     CopiesDown,
-    /// The bytes of those copies.
+    /// Copies within GPUs and between them.
+    CopiesWithin,
+    /// The bytes of copies from and to the host.
     BytesUp,
     BytesDown,
     /// The bytes of the host that were pinned.
@@ -43,13 +45,14 @@ pub(crate) enum Counted {
 }
 
 /// The names of what is counted, in the order of [`Counted`].
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     "kernels",
     "memsets",
     "allocations",
     "events",
     "copies_up",
     "copies_down",
+    "copies_within",
     "bytes_up",
     "bytes_down",
     "bytes_pinned",

@@ -13,7 +13,9 @@ use crate::counts::{self, Counted, Counts, add, count};
 use crate::handles::{Handle, Handles, lock};
 use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
-use crate::machine::{self, STREAMS, current, devices, elements, push, push_marker, say, stream};
+use crate::machine::{
+    self, STREAMS, current, devices, elements, push, push_instant, push_marker, say, stream,
+};
 use crate::memory::{Address, device_of};
 use crate::queue::{Marker, Work};
 
@@ -174,7 +176,10 @@ unsafe extern "C" fn cuMemAllocAsync(made: *mut Address, bytes: usize, on: Handl
         // SAFETY: the caller's pointer.
         unsafe { give(made, device.allocate(bytes as u64)?) }?;
         // The memory may be taken earlier here than on a GPU, which takes it in the stream's order.
-        queue.push_note(move || counts::hold(bytes as u64));
+        queue.push_instant(Box::new(move || {
+            counts::hold(bytes as u64);
+            Ok(())
+        }));
         Ok(())
     }))
 }
@@ -203,7 +208,7 @@ extern "C" fn cuMemFreeAsync(address: Address, on: Handle) -> Code {
         }
         // Only what the stream was given before may still use it.
         let work = move || owner.memory.free(address).map(counts::release);
-        push(on, Box::new(work)).map(drop)
+        push_instant(on, Box::new(work)).map(drop)
     }))
 }
 
@@ -375,6 +380,7 @@ extern "C" fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, on:
     if bytes == 0 {
         return code::SUCCESS;
     }
+    count(Counted::CopiesWithin);
     let copied = push(
         on,
         Box::new(move || {

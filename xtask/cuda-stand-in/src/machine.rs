@@ -282,11 +282,16 @@ pub(crate) fn push(handle: Handle, work: Work) -> Result<Marker, Code> {
     Ok(device.push(&queue, work))
 }
 
-/// Adds a point to a stream, at which nothing is computed.
-pub(crate) fn push_marker(handle: Handle) -> Result<Marker, Code> {
+/// Adds work that takes a GPU no time to a stream. Returns the point behind it.
+pub(crate) fn push_instant(handle: Handle, work: Work) -> Result<Marker, Code> {
     let (device, queue) = stream(handle)?;
     device.order_with_default(&queue);
-    Ok(queue.push_marker())
+    Ok(queue.push_instant(work))
+}
+
+/// Adds a point to a stream, at which nothing is computed.
+pub(crate) fn push_marker(handle: Handle) -> Result<Marker, Code> {
+    push_instant(handle, Box::new(|| Ok(())))
 }
 
 /// The pinned parts of the host's memory: their addresses and lengths.

@@ -90,18 +90,9 @@ impl Queue {
         self.push_after(work, self.delay)
     }
 
-    /// Adds a point, at which nothing is computed.
-    pub(crate) fn push_marker(&self) -> Marker {
-        self.push_after(Box::new(|| Ok(())), Duration::ZERO)
-    }
-
-    /// Adds something to note when the queue comes to it.
-    pub(crate) fn push_note(&self, note: impl FnOnce() + Send + 'static) {
-        let work = Box::new(move || {
-            note();
-            Ok(())
-        });
-        self.push_after(work, Duration::ZERO);
+    /// Adds work that takes a GPU no time. Returns the point behind it.
+    pub(crate) fn push_instant(&self, work: Work) -> Marker {
+        self.push_after(work, Duration::ZERO)
     }
 
     /// Adds work before which the queue does nothing for a while.
@@ -119,11 +110,10 @@ impl Queue {
     /// Makes later work of this queue wait for a point in another.
     pub(crate) fn wait_for(&self, marker: Marker) {
         if !marker.is_reached() {
-            let wait = Box::new(move || {
+            self.push_instant(Box::new(move || {
                 marker.wait();
                 Ok(())
-            });
-            self.push_after(wait, Duration::ZERO);
+            }));
         }
     }
 
@@ -134,14 +124,13 @@ impl Queue {
             return;
         }
         let waits = Arc::clone(&self.waits);
-        let wait = Box::new(move || {
+        self.push_instant(Box::new(move || {
             if !marker.is_reached() {
                 waits.held_up.fetch_add(1, Ordering::Relaxed);
                 marker.wait();
             }
             Ok(())
-        });
-        self.push_after(wait, Duration::ZERO);
+        }));
     }
 
     /// Returns how often this queue was asked to wait for a point in another, and how often that

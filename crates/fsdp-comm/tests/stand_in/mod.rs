@@ -20,7 +20,9 @@ pub(crate) struct Demands {
     pub(crate) copies_up: u64,
     /// Copies from GPUs to the host.
     pub(crate) copies_down: u64,
-    /// The bytes of those copies.
+    /// Copies within GPUs and between them.
+    pub(crate) copies_within: u64,
+    /// The bytes of copies from and to the host.
     pub(crate) bytes_up: u64,
     pub(crate) bytes_down: u64,
     /// The bytes of the host's memory that were pinned.
@@ -29,6 +31,14 @@ pub(crate) struct Demands {
     pub(crate) host_waits: u64,
     /// Calls that made a stream wait for an event.
     pub(crate) stream_waits: u64,
+}
+
+impl Demands {
+    /// Returns the number of kernels and copies: all that takes a GPU time.
+    pub(crate) fn work(&self) -> u64 {
+        let copies = self.copies_up + self.copies_down + self.copies_within;
+        self.kernels + self.memsets + copies
+    }
 }
 
 /// The counts of the stand-in.

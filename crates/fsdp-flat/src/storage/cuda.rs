@@ -368,6 +368,15 @@ pub(super) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
     )
 }
 
+/// Puts fresh memory in the place of a storage's, without elements in it.
+pub(super) fn renew(
+    storage: &mut CudaStorage,
+    dtype: DType,
+    numel: usize,
+) -> Result<(), FlatError> {
+    replace(storage, dtype, numel, |_, _| Ok(()))
+}
+
 /// Puts fresh memory for `numel` elements in the place of a storage's. `copy` fills it, unless
 /// there is nothing to fill.
 fn replace(

@@ -123,6 +123,21 @@ pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
     })
 }
 
+/// Puts fresh memory in the place of that of a tensor on a GPU, which may be released. Its elements
+/// are undefined: write them before you read them. All tensors that share the storage see the
+/// change. The tensor must cover its whole storage, or else the other elements of the storage are
+/// lost.
+///
+/// # Errors
+/// A tensor that is not on a GPU; CUDA's errors.
+pub fn renew(tensor: &Tensor) -> Result<(), FlatError> {
+    with_storage_mut(tensor, |storage, _| match storage {
+        StorageMut::Cpu(_) => Err(FlatError::device(tensor)),
+        #[cfg(feature = "cuda")]
+        StorageMut::Cuda(storage) => cuda::renew(storage, tensor.dtype(), tensor.elem_count()),
+    })
+}
+
 /// Copies a tensor to another device, or clones it if it is there already.
 ///
 /// Unlike candle's `to_device`, this copies only the elements of a view, not its whole storage, and

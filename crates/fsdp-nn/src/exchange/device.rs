@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::zeros_on;
+use fsdp_flat::storage::{Contents, renew, zeros_on};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use fsdp_ops::step;
@@ -25,6 +25,28 @@ pub(crate) use host::{all_gather, all_reduce, reduce_scatter, synchronize};
 /// Returns a gradient as a tensor of one dimension, whose elements lie one after the other.
 fn contiguous(grad: &Tensor) -> Result<Tensor> {
     Ok(grad.detach().flatten_all()?.contiguous()?)
+}
+
+/// Puts the elements of an unsharded FlatParameter into the tensors of its parameters, which get
+/// fresh memory. One launch does it if there is a kernel.
+pub(crate) fn fill<'t>(
+    params: impl Iterator<Item = &'t Tensor>,
+    layout: &FlatLayout,
+    flat: &Tensor,
+) -> Result<()> {
+    let has_kernel = step::can_write(flat.device(), flat.dtype(), flat.dtype())?;
+    let mut pairs = Vec::with_capacity(layout.fqns().len());
+    for (index, param) in params.enumerate() {
+        let range = layout.param_range(index);
+        let elements = flat.narrow(0, range.start, range.len())?;
+        if has_kernel && !range.is_empty() {
+            renew(param)?;
+            pairs.push((param.detach(), Some(elements)));
+        } else {
+            Contents::from_tensor(&elements)?.move_into(param)?;
+        }
+    }
+    Ok(step::write(&pairs, false)?)
 }
 
 /// Puts gradients of any dtype into a new flat gradient, with zeros for padding and for parameters

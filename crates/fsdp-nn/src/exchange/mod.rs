@@ -28,4 +28,4 @@ pub(crate) use groups::Groups;
 pub(crate) use overlap::{Overlap, Phase};
 pub(crate) use shared::Shared;
 pub use unchanged::Unchanged;
-pub(crate) use unit::{Reduction, UnitExchange};
+pub(crate) use unit::{Gathered, Reduction, UnitExchange};

@@ -43,8 +43,14 @@ pub(crate) struct UnitExchange {
     pub(crate) is_unsharded: AtomicBool,
 }
 
-/// The gathered values of each parameter, to be put into the tensors of the unit.
-pub(crate) type Gathered = Vec<Contents>;
+/// The gathered values of a unit, to be put into the tensors of its parameters.
+#[derive(Debug)]
+pub(crate) enum Gathered {
+    /// The elements of each parameter, in the host's memory.
+    Host(Vec<Contents>),
+    /// The unsharded FlatParameter, on a GPU.
+    Device(Tensor),
+}
 
 /// The state of a unit's gradients before, during and after their reduction.
 #[derive(Debug, Default)]
@@ -83,7 +89,7 @@ impl UnitExchange {
     /// tensors. Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn all_gather(&self) -> Result<Gathered> {
         let Some(flat) = &self.flat else {
-            return Ok(Vec::new());
+            return Ok(Gathered::Host(Vec::new()));
         };
         // Cast before the collective, so that the narrower dtype is sent.
         let converted = cast(flat.shard().clone(), Some(self.compute_dtype))?;
@@ -93,7 +99,7 @@ impl UnitExchange {
         };
         trace!(unit = %self.name, "all-gather parameters");
         match device::all_gather(group, &shard)? {
-            Some(unsharded) => self.split_into_params(&unsharded),
+            Some(unsharded) => Ok(Gathered::Device(unsharded)),
             None => {
                 with_float!(self.compute_dtype, T => self.all_gather_typed::<T>(&shard, group))
             }
@@ -119,7 +125,8 @@ impl UnitExchange {
         group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
         let entries = self.layout.entries().iter().zip(buffers);
         let params = entries.filter(|(entry, _)| matches!(entry, FlatEntry::Param(_)));
-        Ok(params.map(|(_, buffer)| Contents::new(buffer)).collect())
+        let contents = params.map(|(_, buffer)| Contents::new(buffer)).collect();
+        Ok(Gathered::Host(contents))
     }
 
     /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters'
@@ -145,16 +152,16 @@ impl UnitExchange {
 
     /// Splits `unsharded`, an unsharded FlatParameter, into the values of each parameter.
     pub(crate) fn split_into_params(&self, unsharded: &Tensor) -> Result<Gathered> {
-        (0..self.layout.fqns().len())
-            .map(|param| {
-                let range = self.layout.param_range(param);
-                Ok(Contents::from_tensor(&unsharded.narrow(
-                    0,
-                    range.start,
-                    range.len(),
-                )?)?)
-            })
-            .collect()
+        if !unsharded.device().is_cpu() {
+            return Ok(Gathered::Device(unsharded.clone()));
+        }
+        let mut contents = Vec::with_capacity(self.layout.fqns().len());
+        for param in 0..self.layout.fqns().len() {
+            let range = self.layout.param_range(param);
+            let elements = unsharded.narrow(0, range.start, range.len())?;
+            contents.push(Contents::from_tensor(&elements)?);
+        }
+        Ok(Gathered::Host(contents))
     }
 
     /// Reduces gradients: first over the ranks that shard the parameters, and then, if replicas

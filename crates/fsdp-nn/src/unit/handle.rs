@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_flat::storage::{Contents, owned_copy, release, to_device};
+use fsdp_flat::storage::{owned_copy, release, to_device};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
@@ -13,7 +13,7 @@ use super::gradients::Gradients;
 use super::parameter::Parameter;
 use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
+use crate::exchange::{Gathered, Groups, Overlap, Shared, UnitExchange, device};
 use crate::guards::lock;
 
 /// torch's name of a FlatParameter within its unit.
@@ -397,11 +397,19 @@ impl FlatParamHandle {
     }
 
     /// Puts gathered values into the parameters' storages.
-    fn fill_storages(&self, gathered: Vec<Contents>) -> Result<()> {
-        for (param, contents) in self.params.iter().zip(gathered) {
-            contents.move_into(&param.tensor)?;
+    fn fill_storages(&self, gathered: Gathered) -> Result<()> {
+        match gathered {
+            Gathered::Host(contents) => {
+                for (param, contents) in self.params.iter().zip(contents) {
+                    contents.move_into(&param.tensor)?;
+                }
+                Ok(())
+            }
+            Gathered::Device(flat) => {
+                let params = self.params.iter().map(|param| &param.tensor);
+                device::fill(params, &self.exchange.layout, &flat)
+            }
         }
-        Ok(())
     }
 
     /// Releases the memory of gathered parameters. No communication.
