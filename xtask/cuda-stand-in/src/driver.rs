@@ -514,7 +514,7 @@ extern "C" fn cuStreamWaitEvent(handle: Handle, of: Handle, _flags: c_uint) -> C
 
 /// Tells what was counted. CUDA has no such function.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cudaStandInCounts(counts: *mut Counts) -> Code {
+unsafe extern "C" fn cudaStandInAllCounts(counts: *mut Counts) -> Code {
     // A thread without a context has no stream of its own.
     let own_stream = stream(machine::PER_THREAD_STREAM);
     let waits = own_stream.map_or([0; 2], |(_, queue)| queue.waits());

@@ -17,7 +17,7 @@
 //! The kernels of `fsdp-ops` run from their own sources, which the stand-in for CUDA's compiler has
 //! compiled for the host.
 //!
-//! It counts what programs ask of it: see `CUDA_STAND_IN_COUNTS`, `cudaStandInCounts`, and
+//! It counts what programs ask of it: see `CUDA_STAND_IN_COUNTS`, `cudaStandInAllCounts`, and
 //! `ncclStandInOrigins`.
 //!
 //! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are

@@ -60,7 +60,7 @@ pub(crate) struct Counts {
 pub(crate) fn counts() -> Option<Counts> {
     // SAFETY: the driver is loaded already.
     let driver = unsafe { Library::new("libcuda.so.1") }.expect("a GPU needs the driver");
-    counted(driver, b"cudaStandInCounts")
+    counted(driver, b"cudaStandInAllCounts")
 }
 
 /// Returns the number of ids that this process has made for communicators, and the number of splits
