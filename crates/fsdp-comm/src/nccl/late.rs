@@ -3,7 +3,9 @@
 //!
 //! A rank that leaves the order of calls, or has an error, votes before it sends anything. The
 //! watchers of the others see its ballot, and vote on the call that their ranks have made instead.
-//! So all ranks get the error that an agreement in time would have given.
+//! So all ranks get the error that an agreement in time would have given. Calls on the host's
+//! memory may come anywhere in the order: their votes travel as messages, which watchers answer
+//! too.
 
 use std::collections::VecDeque;
 

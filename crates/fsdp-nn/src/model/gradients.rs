@@ -62,8 +62,9 @@ impl ShardedParameters {
         }
         let (flags, hashes) = bytes.split_at(flag_count);
         if !hashes.is_empty() {
-            let (largest, inverted) = hashes.split_at(hashes.len() / 2);
-            let is_same = largest.iter().zip(inverted).all(|(a, b)| *a == !*b);
+            let (hash, inverse) = hashes.split_at(hashes.len() / 2);
+            let mut pairs = hash.iter().zip(inverse);
+            let is_same = pairs.all(|(byte, inverted)| *byte == !*inverted);
             self.all_groups()
                 .try_for_each(|groups| groups.begin_step(is_same))?;
         }
