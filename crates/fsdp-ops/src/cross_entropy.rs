@@ -7,7 +7,7 @@ use candle_core::{DType, Layout, Result, Shape, Tensor};
 use crate::element::Element;
 use crate::indices::Indices;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error, unsupported_error};
+use crate::operation::{Operation, apply, is_computed_here, mismatch_error, unsupported_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
@@ -42,10 +42,11 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let targets = Indices::new(targets, classes, scores, |row, target| {
         format!("{NAME}: target {target} of row {row} is none of {classes} classes")
     })?;
-    scores.contiguous()?.apply_op1(ForCandle(CrossEntropy {
+    let operation = CrossEntropy {
         targets,
         log_sums: OnceLock::new(),
-    }))
+    };
+    apply(operation, [&scores.contiguous()?])
 }
 
 /// Computes [`cross_entropy()`] with candle's operations.

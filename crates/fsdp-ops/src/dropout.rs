@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::element::Element;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{ForCandle, Unary, check_float, is_computed_here};
+use crate::operation::{Unary, apply, check_float, is_computed_here};
 use crate::real::Real;
 use crate::rows::map_rows;
 
@@ -104,14 +104,13 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     if !is_computed_here(x)? {
         return with_candle_ops(x, op);
     }
-    x.contiguous()?.apply_op1(ForCandle(op))
+    apply(op, [&x.contiguous()?])
 }
 
 /// Computes the mask on the host, and applies it with candle's operations.
 fn with_candle_ops(x: &Tensor, op: Dropout) -> Result<Tensor> {
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
-    x * ones
-        .apply_op1(ForCandle(op))?
+    x * apply(op, [&ones])?
         .to_device(x.device())?
         .to_dtype(x.dtype())?
 }

@@ -5,7 +5,7 @@ use candle_core::{DType, Layout, Result, Shape, Tensor};
 use crate::element::Element;
 use crate::indices::Indices;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{ForCandle, Operation, is_computed_here, unsupported_error};
+use crate::operation::{Operation, apply, is_computed_here, unsupported_error};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::values::{Input, Values, contiguous_elements, tensor};
@@ -36,9 +36,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let ids = Indices::new(ids, count, weight, |position, index| {
         format!("{NAME}: index {index} at position {position} is none of {count} rows")
     })?;
-    weight
-        .contiguous()?
-        .apply_op1(ForCandle(Embedding { ids, shape }))
+    apply(Embedding { ids, shape }, [&weight.contiguous()?])
 }
 
 /// Computes [`embedding()`] with candle's operations, as rows of one matrix.

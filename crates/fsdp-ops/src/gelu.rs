@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use crate::element::Element;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{ForCandle, Unary, is_computed_here};
+use crate::operation::{Unary, apply, is_computed_here};
 use crate::real::Real;
 use crate::rows::{ANY_WIDTH, map_rows};
 use crate::values::Values;
@@ -17,7 +17,7 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     if !is_computed_here(x)? {
         return x.gelu_erf();
     }
-    x.contiguous()?.apply_op1(ForCandle(Gelu::<false>))
+    apply(Gelu::<false>, [&x.contiguous()?])
 }
 
 /// Computes GELU with the approximation of Φ by tanh: torch's `gelu(approximate="tanh")`.
@@ -28,7 +28,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     if !is_computed_here(x)? {
         return x.gelu();
     }
-    x.contiguous()?.apply_op1(ForCandle(Gelu::<true>))
+    apply(Gelu::<true>, [&x.contiguous()?])
 }
 
 /// GELU by tanh, or the exact one.

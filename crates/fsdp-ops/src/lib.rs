@@ -21,6 +21,7 @@
 //! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
 //! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
 //! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
+//! | [`add()`] | a sum, also with a tensor that lacks first dimensions | `Tensor::{add, broadcast_add}` |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once,
 //! at the end. On NVIDIA GPUs of compute capability 8.0 or higher, with the feature `cuda`, there
@@ -28,11 +29,19 @@
 //! composed of candle's operations, and has the same gradients: on older GPUs, in f64 on GPUs, and
 //! for attention whose heads are wider than 128 elements or than the GPU has shared memory for.
 //!
+//! candle's backward makes a tensor of zeros for each argument of each operation, and adds the
+//! gradient to it. In the backward of a sharded model operations of this crate do without both, and
+//! [`autograd`] says how: a model of these operations has half of the launches and of the
+//! allocations of one of candle's operations. Between two of candle's operations everything is as
+//! candle does it.
+//!
 //! Results on CPUs do not depend on the number of threads or the machine's vector instructions,
 //! except in matrix products, which use the crate `gemm`, as candle does. Work is shared by the
 //! threads of the current rayon pool. Kernels give the same bits from run to run.
 
+mod add;
 mod attention;
+pub mod autograd;
 mod cross_entropy;
 mod dropout;
 mod element;
@@ -58,6 +67,7 @@ pub mod step;
 mod tests;
 mod values;
 
+pub use add::add;
 pub use attention::{packed_attention, scaled_dot_product_attention};
 pub use cross_entropy::cross_entropy;
 pub use dropout::{DropoutMasks, dropout};

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Layout, Result, Shape, Tensor};
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
-use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
+use crate::operation::{Operation, apply, is_computed_here, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
@@ -35,8 +35,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let x = x.contiguous()?;
     let weight = arrange_weight(weight)?;
     match bias {
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, ForCandle(Linear)),
-        None => x.apply_op2(&weight, ForCandle(Linear)),
+        Some(bias) => apply(Linear, [&x, &weight, &bias.contiguous()?]),
+        None => apply(Linear, [&x, &weight]),
     }
 }
 
@@ -51,9 +51,8 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
     if !is_computed_here(x)? || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {
         return gelu_erf(&linear(x, weight, Some(bias))?);
     }
-    let op = ForCandle(LinearGelu::default());
-    x.contiguous()?
-        .apply_op3(&arrange_weight(weight)?, &bias.contiguous()?, op)
+    let (x, bias) = (x.contiguous()?, bias.contiguous()?);
+    apply(LinearGelu::default(), [&x, &arrange_weight(weight)?, &bias])
 }
 
 /// Returns a weight in a layout that can be multiplied with: any on CPUs; on GPUs its rows or its
@@ -234,7 +233,7 @@ fn launch_product(
 }
 
 /// Launches a kernel that adds a bias to each row. It may write what it reads.
-fn launch_with_bias(
+pub(crate) fn launch_with_bias(
     runner: &Runner,
     kernel: &'static str,
     [x, bias]: [&Operand<'_>; 2],

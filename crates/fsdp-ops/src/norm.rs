@@ -7,7 +7,7 @@ use candle_core::{D, DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
-use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
+use crate::operation::{Operation, apply, is_computed_here, mismatch_error};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Input, Values, contiguous_elements, tensor, tensor_of_sums};
@@ -26,9 +26,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     if !is_computed_here(x)? {
         return with_candle_ops(x, weight, Some(bias), eps);
     }
-    let bias = bias.contiguous()?;
-    x.contiguous()?
-        .apply_op3(&weight.contiguous()?, &bias, ForCandle(Norm::new(eps)))
+    let (weight, bias) = (weight.contiguous()?, bias.contiguous()?);
+    apply(Norm::new(eps), [&x.contiguous()?, &weight, &bias])
 }
 
 /// Computes `x / sqrt(mean of squares + eps) * weight` over the last dimension: torch's `rms_norm`.
@@ -40,8 +39,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if !is_computed_here(x)? {
         return with_candle_ops(x, weight, None, eps);
     }
-    x.contiguous()?
-        .apply_op2(&weight.contiguous()?, ForCandle(Norm::new(eps)))
+    apply(Norm::new(eps), [&x.contiguous()?, &weight.contiguous()?])
 }
 
 /// Checks that a weight has one element for each column of `x`.

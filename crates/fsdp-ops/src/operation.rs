@@ -11,9 +11,10 @@ use candle_core::{
     Storage, Tensor, WithDType as _,
 };
 
+use crate::autograd::{self, Recorded};
 use crate::element::Element;
 use crate::kernels::{self, Operand, Output, Runner};
-use crate::values::{Input, Values, contiguous_elements, tensor};
+use crate::values::{Input, Values, contiguous_elements, cpu_storage, tensor};
 
 /// Returns `true` if an operation of a tensor is computed here: on CPUs, and by kernels where there
 /// are some. Elsewhere operations are composed of candle's.
@@ -146,8 +147,99 @@ macro_rules! with_element {
     };
 }
 
+/// Runs an operation on its inputs.
+///
+/// # Errors
+/// Those of the operation.
+pub(crate) fn apply<O, const N: usize>(operation: O, inputs: [&Tensor; N]) -> Result<Tensor>
+where
+    O: Operation<N> + Send + Sync + 'static,
+    ForCandle<O>: CandleOp<N>,
+{
+    let operation = ForCandle(operation);
+    match autograd::anchor(&inputs) {
+        Some(anchor) => {
+            let inputs = inputs.map(Clone::clone);
+            autograd::record(Box::new(WithInputs { operation, inputs }), anchor)
+        }
+        None => operation.apply(inputs),
+    }
+}
+
+/// An operation that candle can run on `N` inputs.
+pub(crate) trait CandleOp<const N: usize> {
+    /// Runs the operation, and adds it to candle's graph.
+    fn apply(self, inputs: [&Tensor; N]) -> Result<Tensor>;
+}
+
+impl<O: Operation<1> + Send + Sync + 'static> CandleOp<1> for ForCandle<O> {
+    fn apply(self, [x]: [&Tensor; 1]) -> Result<Tensor> {
+        x.apply_op1(self)
+    }
+}
+
+impl<O: Operation<2> + Send + Sync + 'static> CandleOp<2> for ForCandle<O> {
+    fn apply(self, [first, second]: [&Tensor; 2]) -> Result<Tensor> {
+        first.apply_op2(second, self)
+    }
+}
+
+impl<O: Operation<3> + Send + Sync + 'static> CandleOp<3> for ForCandle<O> {
+    fn apply(self, [first, second, third]: [&Tensor; 3]) -> Result<Tensor> {
+        first.apply_op3(second, third, self)
+    }
+}
+
+/// An operation with its inputs, in the graph of `autograd`.
+struct WithInputs<O, const N: usize> {
+    operation: ForCandle<O>,
+    inputs: [Tensor; N],
+}
+
+impl<O: Operation<N> + Send + Sync, const N: usize> Recorded for WithInputs<O, N> {
+    fn name(&self) -> &'static str {
+        O::NAME
+    }
+
+    fn inputs(&self) -> &[Tensor] {
+        &self.inputs
+    }
+
+    fn forward(&self) -> Result<(Storage, Shape)> {
+        let storages = self.inputs.each_ref().map(Tensor::storage_and_layout);
+        if matches!(&*storages[0].0, Storage::Cuda(_)) {
+            let mut operands = Vec::with_capacity(N);
+            for (storage, layout) in &storages {
+                operands.push(Operand::new(storage, layout, O::NAME)?);
+            }
+            return self.operation.launch_forward(into_array(operands));
+        }
+        let mut inputs = Vec::with_capacity(N);
+        for (storage, layout) in &storages {
+            inputs.push((cpu_storage(storage, O::NAME)?, *layout));
+        }
+        let (output, shape) = self.operation.forward(into_array(inputs))?;
+        Ok((Storage::Cpu(output), shape))
+    }
+
+    fn backward(&self, output: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>> {
+        let gradients = self
+            .operation
+            .backward(self.inputs.each_ref(), output, grad)?;
+        Ok(gradients.into())
+    }
+}
+
+/// Returns what there is for each of `N` inputs.
+fn into_array<T, const N: usize>(values: Vec<T>) -> [T; N] {
+    let Ok(values) = values.try_into() else {
+        unreachable!("there is one value for each input")
+    };
+    values
+}
+
 /// An operation in the form in which candle runs it, on CPUs and GPUs.
-pub(crate) struct ForCandle<O>(pub(crate) O);
+pub(crate) struct ForCandle<O>(O);
 
 impl<O> ForCandle<O> {
     /// Runs the forward on the CPU, for the element type of the inputs.
@@ -235,9 +327,7 @@ impl<O> ForCandle<O> {
         for (storage, layout) in &storages {
             operands.push(Operand::new(storage, layout, O::NAME)?);
         }
-        let operands: [Operand<'_>; N] = operands
-            .try_into()
-            .expect("there is an operand for each input");
+        let operands: [Operand<'_>; N] = into_array(operands);
         let output = Operand::new(&output_storage, output_layout, O::NAME)?;
         let grad = Operand::new(&grad_storage, grad_layout, O::NAME)?;
         check_dtypes(&operands, O::NAME)?;
@@ -248,9 +338,7 @@ impl<O> ForCandle<O> {
         for (gradient, input) in gradients.into_iter().zip(inputs) {
             tensors.push(runner.tensor(gradient, input.shape())?);
         }
-        Ok(tensors
-            .try_into()
-            .expect("there is a gradient for each input"))
+        Ok(into_array(tensors))
     }
 }
 

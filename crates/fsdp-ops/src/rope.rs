@@ -6,7 +6,7 @@ use crate::element::Element;
 use crate::kernels::{
     self, Argument, Grid, Kernel, Module, Operand, Output, RotationSizes, Runner, Strides, to_int,
 };
-use crate::operation::{ForCandle, Unary, is_computed_here, mismatch_error};
+use crate::operation::{Unary, apply, is_computed_here, mismatch_error};
 use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::Values;
@@ -64,12 +64,13 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
     } else {
         x.contiguous()?
     };
-    x.apply_op1(ForCandle(Rope::<INTERLEAVED> {
+    let operation = Rope::<INTERLEAVED> {
         cos: cos.contiguous()?,
         sin: sin.contiguous()?,
         time,
         heads: (cos.rank() == 3).then_some(heads),
-    }))
+    };
+    apply(operation, [&x])
 }
 
 /// Computes [`rope()`] or [`rope_i`] with candle's operations.

@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor};
 
 use crate::element::Element;
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{ForCandle, Unary, is_computed_here};
+use crate::operation::{Unary, apply, is_computed_here};
 use crate::real::{Real, largest, sum};
 use crate::rows::map_rows;
 use crate::values::Values;
@@ -29,7 +29,7 @@ pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     if !is_computed_here(x)? {
         return with_candle_ops(x);
     }
-    x.contiguous()?.apply_op1(ForCandle(Softmax { width }))
+    apply(Softmax { width }, [&x.contiguous()?])
 }
 
 /// Computes softmax with candle's operations.

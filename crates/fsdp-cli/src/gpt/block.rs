@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 use candle_nn::{Init, VarBuilder};
 use fsdp::ops::{
-    layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention,
+    add, layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention,
 };
 
 use super::config::GptConfig;
@@ -39,9 +39,8 @@ impl Block {
     /// Computes `[batch, time, hidden]` from the same. With a cache, the positions go on after
     /// those that it holds.
     pub(super) fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
-        let x = (x + self.attn.forward(&self.ln_1.forward(x)?, cache)?)?;
-        let mlp = self.mlp.forward(&self.ln_2.forward(&x)?)?;
-        x + mlp
+        let x = add(x, &self.attn.forward(&self.ln_1.forward(x)?, cache)?)?;
+        add(&x, &self.mlp.forward(&self.ln_2.forward(&x)?)?)
     }
 }
 

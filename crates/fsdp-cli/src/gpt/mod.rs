@@ -6,7 +6,7 @@ mod generate;
 
 use candle_core::{DType, Result, Tensor};
 use fsdp::nn::{Recomputed, Scope, Unit};
-use fsdp::ops::{cross_entropy, embedding, linear};
+use fsdp::ops::{add, cross_entropy, embedding, linear};
 
 use self::block::{Block, LayerNorm, NORMAL};
 pub use self::config::GptConfig;
@@ -97,7 +97,7 @@ impl Gpt {
     /// Embeds tokens `[batch, time]` whose first position is `start_position`.
     fn embed(&self, tokens: &Tensor, start_position: usize) -> Result<Tensor> {
         let positions = self.wpe.narrow(0, start_position, tokens.dims2()?.1)?;
-        embedding(tokens, &self.wte)?.broadcast_add(&positions.unsqueeze(0)?)
+        add(&embedding(tokens, &self.wte)?, &positions)
     }
 
     /// Returns the next-token scores of the output of the last block.

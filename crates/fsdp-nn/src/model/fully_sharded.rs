@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 use fsdp_comm::ProcessGroup;
+use fsdp_ops::autograd;
 
 use super::build::agree_on_model;
 use super::parameters::ShardedParameters;
@@ -17,7 +18,7 @@ use crate::config::{FsdpConfig, cast};
 use crate::error::{NnError, Result};
 use crate::exchange::Phase;
 use crate::guards::{OnDrop, lock};
-use crate::unit::{FlatParamHandle, PreBackwardOp, UnitOutput};
+use crate::unit::{FlatParamHandle, PreBackward, UnitOutput};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a
 /// process group: torch's `FullyShardedDataParallel`.
@@ -172,13 +173,13 @@ impl<M> FullyShardedDataParallel<M> {
         }
         let version_at_forward = self.parameters.shared.values.version();
         Ok(output.map_tensors(&mut |tensor| {
-            // The hook copies its tensor, so it is attached only where it is needed. A tensor
+            // The hook may copy its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
             // output was not computed from the values of parameters.
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
-            tensor.apply_op1(PreBackwardOp::new(root, &unchecked, version_at_forward))
+            PreBackward::new(root, &unchecked, version_at_forward).attach_to(tensor)
         })?)
     }
 
@@ -233,8 +234,7 @@ impl<M> FullyShardedDataParallel<M> {
             root.unshard()?;
         }
         self.parameters.begin_backward(loss);
-        let grads = loss
-            .backward()
+        let grads = autograd::backward(loss)
             .map_err(|error| self.parameters.shared.explain_error(error))?;
         if let Some(phase) = &phase {
             phase.complete()?;

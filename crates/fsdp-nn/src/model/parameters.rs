@@ -10,6 +10,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::sharded::copy_overlap;
 use fsdp_layout::TensorBox;
+use fsdp_ops::autograd;
 use indexmap::IndexMap;
 
 use super::build::{BuiltUnits, NEW_OPERATION, agree_on_model, build_units, describe_model};
@@ -122,8 +123,10 @@ impl ShardedParameters {
     /// Prepares the backward of a loss: tells each unit which of its parameters the backward will
     /// reach.
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
-        let reached_ids: HashSet<TensorId> =
-            loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let reached_ids: HashSet<TensorId> = autograd::sorted_nodes(loss)
+            .iter()
+            .map(Tensor::id)
+            .collect();
         for handle in &self.handles {
             // The root unit is reduced last on all ranks, whatever parameters the backward reaches
             // on each of them.

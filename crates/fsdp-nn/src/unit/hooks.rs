@@ -1,17 +1,17 @@
 //! The two custom candle ops that connect a sharded unit with the autograd graph.
 //!
-//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. candle passes
-//!   the parameter's gradient to the op's backward, which keeps it in the unit and not in candle's
-//!   gradient store.
-//! - A unit's output passes through [`PreBackwardOp`]. When the backward reaches it, the op gathers
-//!   the unit's parameters again, and checks that they are still those of the forward.
+//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. The backward of
+//!   `fsdp_ops::autograd` passes the parameter's gradient to its [`ParameterSlot`], which keeps it
+//!   in the unit and not in candle's gradient store.
+//! - A unit's output gets a [`PreBackward`]. When the backward reaches it, the hook gathers the
+//!   unit's parameters again, and checks that they are still those of the forward.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, Weak};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
+use fsdp_ops::autograd::{self, Hook, Leaf, Registered};
 
 use super::handle::FlatParamHandle;
 #[cfg(feature = "cuda")]
@@ -44,55 +44,12 @@ pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
 /// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a
 /// variable that is no parameter.
 pub(crate) fn depends_on_trainable(tensor: &Tensor) -> bool {
-    tensor
-        .sorted_nodes()
-        .into_iter()
+    autograd::sorted_nodes(tensor)
+        .iter()
         .any(|node| match parameter_of(node) {
             Some(slot) => slot.is_trainable(),
             None => node.is_variable() && !is_anchor(node),
         })
-}
-
-thread_local! {
-    /// The gradients of parameters from backwards that run inside another backward, the innermost
-    /// last.
-    static INNER: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A backward inside another one. Until it ends, gradients of parameters are collected for the
-/// outer backward, and not passed to their units.
-pub(crate) struct InnerBackward(());
-
-impl InnerBackward {
-    pub(crate) fn begin() -> Self {
-        INNER.with_borrow_mut(|inner| inner.push(HashMap::new()));
-        InnerBackward(())
-    }
-
-    /// Ends the backward, and returns the gradients by their parameters' tensors.
-    pub(crate) fn end(self) -> HashMap<TensorId, Tensor> {
-        INNER.with_borrow_mut(|inner| {
-            std::mem::take(inner.last_mut().expect("a backward that ends has begun"))
-        })
-    }
-
-    /// Collects a gradient for the outer backward, and returns `true`, if an inner backward runs on
-    /// this thread. Otherwise does nothing.
-    fn collect(parameter: &Tensor, grad: &Tensor) -> bool {
-        INNER.with_borrow_mut(|inner| match inner.last_mut() {
-            Some(collected) => {
-                collected.insert(parameter.id(), grad.detach());
-                true
-            }
-            None => false,
-        })
-    }
-}
-
-impl Drop for InnerBackward {
-    fn drop(&mut self) {
-        INNER.with_borrow_mut(|inner| inner.pop());
-    }
 }
 
 /// The place of a parameter in its unit, which receives its gradient.
@@ -101,14 +58,14 @@ pub(crate) struct ParameterSlot {
     /// The unit, and the number of the parameter there; set once the unit is complete.
     place: OnceLock<(Weak<FlatParamHandle>, usize)>,
     /// The parameter's tensor and its anchor.
-    tensors: OnceLock<[TensorId; 2]>,
+    tensors: OnceLock<([TensorId; 2], Registered)>,
 }
 
 impl Drop for ParameterSlot {
     fn drop(&mut self) {
         // The ids of tensors are not used again, but the map would grow with every model.
         let mut leaves = lock_leaves();
-        for id in self.tensors.get().into_iter().flatten() {
+        for id in self.tensors.get().into_iter().flat_map(|(ids, _)| ids) {
             leaves.remove(id);
         }
     }
@@ -128,7 +85,10 @@ impl ParameterSlot {
         let mut leaves = lock_leaves();
         leaves.insert(ids[0], Some(Arc::downgrade(self)));
         leaves.insert(ids[1], None);
-        self.tensors.set(ids).expect("a parameter has one tensor");
+        let slot: Arc<dyn Leaf> = self.clone();
+        let registered = Registered::new(parameter, anchor, Arc::downgrade(&slot));
+        let tensors = self.tensors.set((ids, registered));
+        tensors.expect("a parameter has one tensor");
     }
 
     /// Returns the unit and the number of the parameter there; `None` if the model has not been
@@ -156,6 +116,16 @@ impl ParameterSlot {
             Some((unit, _)) => unit.check_unchanged(version_at_forward),
             None => Ok(()),
         }
+    }
+}
+
+impl Leaf for ParameterSlot {
+    fn receive(&self, grad: &Tensor) -> candle_core::Result<()> {
+        // The model may be gone, while its loss is still there.
+        if let Some((unit, param)) = self.place() {
+            unit.receive_grad(param, grad)?;
+        }
+        Ok(())
     }
 }
 
@@ -204,13 +174,9 @@ impl CustomOp1 for ParameterOp {
         parameter: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
-        // A recomputed part passes the gradient on to the outer backward itself.
-        if InnerBackward::collect(parameter, grad) {
-            return Ok(None);
-        }
-        // The model may be gone, while its loss is still there.
-        if let Some((unit, param)) = self.slot.place() {
-            unit.receive_grad(param, grad)?;
+        // candle's own backward passes gradients to nobody else.
+        if !autograd::collect(parameter, grad)? {
+            self.slot.receive(grad)?;
         }
         Ok(None)
     }
@@ -226,9 +192,9 @@ pub(crate) fn copy_contiguous<S: BackendStorage>(
     Ok((copy, layout.shape().clone()))
 }
 
-/// The identity. Its backward gathers a unit's parameters, and checks that they have not changed
-/// since the forward.
-pub(crate) struct PreBackwardOp {
+/// The hook of a forward's output, which a backward runs when it comes there: it gathers a unit's
+/// parameters, and checks that they have not changed since the forward.
+pub(crate) struct PreBackward {
     /// The unit that is unsharded, and checked; `None` for a model without a root unit. It is weak,
     /// as the graph must not keep a model alive that has been dropped.
     handle: Option<Weak<FlatParamHandle>>,
@@ -238,21 +204,52 @@ pub(crate) struct PreBackwardOp {
     version_at_forward: u64,
 }
 
-impl PreBackwardOp {
-    /// Makes the op for the output of a forward of the unit `handle`, or of the model with this
+impl PreBackward {
+    /// Makes the hook for the output of a forward of the unit `handle`, or of the model with this
     /// root unit. It checks the units `checked` too.
     pub(crate) fn new(
         handle: Option<&Arc<FlatParamHandle>>,
         checked: &[Arc<FlatParamHandle>],
         version_at_forward: u64,
     ) -> Self {
-        PreBackwardOp {
+        PreBackward {
             handle: handle.map(Arc::downgrade),
             checked: checked.iter().map(Arc::downgrade).collect(),
             version_at_forward,
         }
     }
+
+    /// Attaches the hook to a tensor, and returns the tensor. One that candle has computed is copied
+    /// for that.
+    ///
+    /// # Errors
+    /// candle's, of the copy.
+    pub(crate) fn attach_to(self, tensor: Tensor) -> candle_core::Result<Tensor> {
+        match autograd::before_backward(&tensor, self) {
+            None => Ok(tensor),
+            Some(hook) => tensor.apply_op1(PreBackwardOp(hook)),
+        }
+    }
 }
+
+impl Hook for PreBackward {
+    fn run(&self) -> candle_core::Result<()> {
+        // The graph holds activations of the forward, which do not fit other values of the
+        // parameters.
+        for handle in self.checked.iter().chain(&self.handle) {
+            if let Some(handle) = handle.upgrade() {
+                handle.check_unchanged(self.version_at_forward)?;
+            }
+        }
+        if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
+            handle.unshard()?;
+        }
+        Ok(())
+    }
+}
+
+/// The identity, whose backward runs a hook.
+struct PreBackwardOp(PreBackward);
 
 impl CustomOp1 for PreBackwardOp {
     fn name(&self) -> &'static str {
@@ -277,16 +274,7 @@ impl CustomOp1 for PreBackwardOp {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        // The graph holds activations of the forward, which do not fit other values of the
-        // parameters.
-        for handle in self.checked.iter().chain(&self.handle) {
-            if let Some(handle) = handle.upgrade() {
-                handle.check_unchanged(self.version_at_forward)?;
-            }
-        }
-        if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
-            handle.unshard()?;
-        }
+        self.0.run()?;
         Ok(Some(grad.clone()))
     }
 }

@@ -21,7 +21,7 @@ use hooks::depends_on_trainable;
 
 pub(crate) use gradients::PendingReduction;
 pub(crate) use handle::{FLAT_PARAM, FlatParamHandle, InUse, UnitSpec};
-pub(crate) use hooks::{ParameterOp, ParameterSlot, PreBackwardOp};
+pub(crate) use hooks::{ParameterOp, ParameterSlot, PreBackward};
 pub(crate) use parameter::Parameter;
 pub use recompute::{Recomputed, recompute};
 
@@ -105,7 +105,7 @@ impl<M> Unit<M> {
         // or a change of values, may release them before this unit's backward.
         let version = handle.version();
         output.map_tensors(&mut |tensor| {
-            tensor.apply_op1(PreBackwardOp::new(Some(&handle), &[], version))
+            PreBackward::new(Some(&handle), &[], version).attach_to(tensor)
         })
     }
 }

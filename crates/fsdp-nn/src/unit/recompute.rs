@@ -13,7 +13,9 @@ use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var,
 };
 
-use super::hooks::{InnerBackward, ParameterSlot, copy_contiguous, is_anchor, parameter_of};
+use fsdp_ops::autograd;
+
+use super::hooks::{ParameterSlot, copy_contiguous, is_anchor, parameter_of};
 use crate::guards::lock;
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed
@@ -139,8 +141,10 @@ pub fn recompute(
     let output = f(&stand_ins)?;
     // Step 2: find the tensors that gradients go to.
     // A backward comes to them in the reverse order.
-    let nodes = output.sorted_nodes().into_iter().rev();
+    let nodes = autograd::sorted_nodes(&output);
     let mut targets: Vec<Target> = nodes
+        .iter()
+        .rev()
         .filter_map(|node| find_target(node, &stand_ins))
         .collect();
     if targets.is_empty() {
@@ -287,17 +291,13 @@ impl Part {
             }
         }
         let stand_ins = make_stand_ins(&self.inputs)?;
-        // From here on gradients of parameters are collected instead of passed to their units.
-        let inner = InnerBackward::begin();
         let output = (self.f)(&stand_ins)?;
         // A function that depends on anything but its inputs may show here.
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(recompute_mismatch_error());
         }
-        // candle's backward begins at a single number. The gradient of this sum by `output` is
-        // exactly `grad`.
-        let mut store = (output * grad)?.sum_all()?.backward()?;
-        let mut parameters = inner.end();
+        // The links pass the gradients of parameters on to the outer backward.
+        let (mut store, mut parameters) = autograd::gradients(&output, grad)?;
         let gradients = self.targets.iter().map(|target| match target {
             Target::Input(index) => store.remove(&stand_ins[*index]),
             Target::Parameter { tensor, .. } => parameters.remove(&tensor.id()),

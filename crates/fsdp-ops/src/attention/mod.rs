@@ -15,7 +15,7 @@ use self::head::{Attention, Heads, NAME, View, widen_storage};
 use self::launches::Results;
 use crate::element::Element;
 use crate::kernels::{self, Operand, Output, Runner};
-use crate::operation::{ForCandle, Operation, is_computed_here, mismatch_error};
+use crate::operation::{Operation, apply, is_computed_here, mismatch_error};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::softmax;
@@ -70,14 +70,11 @@ pub fn scaled_dot_product_attention(
         }
     }
     let [query, key, value] = parts;
-    query.apply_op3(
-        &key,
-        &value,
-        ForCandle(HeadAttention {
-            attention,
-            log_sums: OnceLock::new(),
-        }),
-    )
+    let operation = HeadAttention {
+        attention,
+        log_sums: OnceLock::new(),
+    };
+    apply(operation, [&query, &key, &value])
 }
 
 /// Computes attention of the output of one projection to queries, keys and values.
@@ -113,11 +110,12 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
         )?;
         return mixed.transpose(1, 2)?.reshape((batch, time, heads * width));
     }
-    qkv.contiguous()?.apply_op1(ForCandle(PackedAttention {
+    let operation = PackedAttention {
         heads,
         attention,
         log_sums: OnceLock::new(),
-    }))
+    };
+    apply(operation, [&qkv.contiguous()?])
 }
 
 /// Returns `true` if attention of a tensor's device and dtype, with queries and values of these

@@ -3,6 +3,7 @@
 
 mod against_composed;
 mod against_torch;
+mod autograd;
 mod dropout;
 mod kernels;
 mod nothing;
@@ -11,6 +12,7 @@ mod step;
 
 use candle_core::{DType, Result, Tensor, Var};
 
+use self::autograd::Parameters;
 use crate::kernels::host::with_kernels;
 
 /// Returns the output of an operation, and the gradients of its inputs for the sum of the output
@@ -31,10 +33,40 @@ fn run(
             .expect("every input has a gradient")
             .to_dtype(DType::F64)
     };
-    Ok((
-        output.to_dtype(DType::F64)?,
-        vars.iter().map(gradient).collect::<Result<_>>()?,
-    ))
+    let gradients: Vec<Tensor> = vars.iter().map(gradient).collect::<Result<_>>()?;
+    let output = output.to_dtype(DType::F64)?;
+    assert_same_of_parameters(
+        operation,
+        inputs,
+        weight,
+        &[&[output.clone()], &gradients[..]].concat(),
+    )?;
+    Ok((output, gradients))
+}
+
+/// Fails unless the output and the gradients of an operation are the same if its inputs are
+/// registered parameters.
+fn assert_same_of_parameters(
+    operation: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+    inputs: &[Tensor],
+    weight: &Tensor,
+    expected: &[Tensor],
+) -> Result<()> {
+    let parameters = Parameters::new(inputs)?;
+    let output = operation(&parameters.tensors)?;
+    let weighted = (&output * weight.to_dtype(output.dtype())?)?;
+    crate::autograd::backward(&weighted.sum_all()?)?;
+    let found = [&[output], &parameters.gradients()[..]].concat();
+    let bits = |x: &Tensor| -> Result<Vec<u64>> {
+        let values = x.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        // candle adds each gradient to zero, so that there is no zero with a sign.
+        Ok(values.iter().map(|value| (value + 0.0).to_bits()).collect())
+    };
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.dims(), expected.dims());
+        assert_eq!(bits(found)?, bits(expected)?);
+    }
+    Ok(())
 }
 
 /// Runs code with operations that are computed by loops and, where there are kernels for the CPU,
