@@ -410,6 +410,7 @@ struct Counts {
     copies_up: u64,
     copies_down: u64,
     host_waits: u64,
+    bytes_allocated: u64,
 }
 
 impl Counts {
@@ -422,6 +423,7 @@ impl Counts {
             && self.copies_up <= most.copies_up
             && self.copies_down <= most.copies_down
             && self.host_waits <= most.host_waits
+            && self.bytes_allocated <= most.bytes_allocated
     }
 }
 
@@ -451,6 +453,7 @@ fn counts_of_step(arguments: &[&str]) -> Option<Counts> {
         copies_up: three.copies_up - two.copies_up,
         copies_down: three.copies_down - two.copies_down,
         host_waits: three.host_waits - two.host_waits,
+        bytes_allocated: three.bytes_allocated - two.bytes_allocated,
     })
 }
 
@@ -470,15 +473,41 @@ fn a_step_asks_little_of_the_gpu() {
         return;
     };
     let most = Counts {
-        kernels: 849,
-        memsets: 279,
-        allocations: 1_454,
+        kernels: 567,
+        memsets: 6,
+        allocations: 588,
         events: 0,
-        copies_up: 5,
+        copies_up: 2,
         copies_down: 1,
         host_waits: 1,
+        bytes_allocated: 1_000_000,
     };
     assert!(counts.is_at_most(&most), "{counts:?} is more than {most:?}");
+}
+
+/// Nothing has a number for each pair of positions.
+#[test]
+fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
+    let bytes_of_step = |seq: usize| {
+        let seq = seq.to_string();
+        let mut arguments = vec!["--layers", "2", "--heads", "4", "--hidden", "16"];
+        arguments.extend(["--batch", "1", "--mixed-precision", "bf16", "--seq", &seq]);
+        Some(counts_of_step(&arguments)?.bytes_allocated)
+    };
+    let lengths = [64, 128, 256, 512];
+    let Some(bytes) = lengths
+        .map(bytes_of_step)
+        .into_iter()
+        .collect::<Option<Vec<u64>>>()
+    else {
+        return;
+    };
+    // Twice the length takes twice as much more memory.
+    let grown: Vec<u64> = bytes.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    for pair in grown.windows(2) {
+        let ratio = pair[1] as f64 / pair[0] as f64;
+        assert!((1.9..2.1).contains(&ratio), "{bytes:?} for {lengths:?}");
+    }
 }
 
 /// The stand-in for a GPU can be given too little memory for the model.

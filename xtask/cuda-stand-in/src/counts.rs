@@ -32,6 +32,8 @@ pub(crate) enum Counted {
     CopiesDown,
     /// Copies within GPUs and between them.
     CopiesWithin,
+    /// The bytes of all allocations.
+    BytesAllocated,
     /// The bytes of copies from and to the host.
     BytesUp,
     BytesDown,
@@ -45,7 +47,7 @@ pub(crate) enum Counted {
 }
 
 /// The names of what is counted, in the order of [`Counted`].
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 13] = [
     "kernels",
     "memsets",
     "allocations",
@@ -53,6 +55,7 @@ const NAMES: [&str; 12] = [
     "copies_up",
     "copies_down",
     "copies_within",
+    "bytes_allocated",
     "bytes_up",
     "bytes_down",
     "bytes_pinned",
@@ -83,6 +86,12 @@ pub(crate) fn add(counted: Counted, number: usize) {
     let mut own = OWN.get();
     own[counted as usize] += number as u64;
     OWN.set(own);
+}
+
+/// Counts an allocation of so many bytes.
+pub(crate) fn count_allocation(bytes: usize) {
+    count(Counted::Allocations);
+    add(Counted::BytesAllocated, bytes);
 }
 
 /// Counts bytes of memory from the point of a stream on at which they are allocated.

@@ -9,7 +9,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::{Arc, Mutex};
 
-use crate::counts::{self, Counted, Counts, add, count};
+use crate::counts::{self, Counted, Counts, add, count, count_allocation};
 use crate::handles::{Handle, Handles, lock};
 use crate::libraries::MOST_SHARED_BYTES;
 use crate::machine::code::{self, Code};
@@ -171,7 +171,7 @@ unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> C
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(made: *mut Address, bytes: usize, on: Handle) -> Code {
-    count(Counted::Allocations);
+    count_allocation(bytes);
     answer(stream(on).and_then(|(device, queue)| {
         // SAFETY: the caller's pointer.
         unsafe { give(made, device.allocate(bytes as u64)?) }?;
@@ -186,7 +186,7 @@ unsafe extern "C" fn cuMemAllocAsync(made: *mut Address, bytes: usize, on: Handl
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(made: *mut Address, bytes: usize) -> Code {
-    count(Counted::Allocations);
+    count_allocation(bytes);
     answer(current().and_then(|device| {
         // SAFETY: the caller's pointer.
         unsafe { give(made, device.allocate(bytes as u64)?) }?;

@@ -22,6 +22,8 @@ pub(crate) struct Demands {
     pub(crate) copies_down: u64,
     /// Copies within GPUs and between them.
     pub(crate) copies_within: u64,
+    /// The bytes of all allocations.
+    pub(crate) bytes_allocated: u64,
     /// The bytes of copies from and to the host.
     pub(crate) bytes_up: u64,
     pub(crate) bytes_down: u64,

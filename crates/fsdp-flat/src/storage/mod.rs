@@ -138,6 +138,48 @@ pub fn renew(tensor: &Tensor) -> Result<(), FlatError> {
     })
 }
 
+/// Exchanges the memory of two tensors of one dtype and shape, either of which may be released. All
+/// tensors that share a storage see the change. Each has to cover its whole storage.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::{exchange_memory, release};
+/// let (first, second) = (Tensor::new(&[1f32], &Device::Cpu)?, Tensor::new(&[2f32], &Device::Cpu)?);
+/// release(&first)?;
+/// exchange_memory(&first, &second)?;
+/// assert_eq!(first.to_vec1::<f32>()?, [2.]);
+/// assert!(second.to_vec1::<f32>().is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// Tensors of other dtypes, shapes or devices; a device that this build does not support.
+pub fn exchange_memory(first: &Tensor, second: &Tensor) -> Result<(), FlatError> {
+    if first.shape() != second.shape() || first.dtype() != second.dtype() {
+        let name = format!("memory of {:?}", first.dtype());
+        return Err(FlatError::shape(name, first.dims(), second.dims()));
+    }
+    if first.id() == second.id() {
+        return Ok(());
+    }
+    with_storage_mut(first, |storage, _| {
+        with_storage_mut(second, |other_storage, _| {
+            match (storage, other_storage) {
+                (StorageMut::Cpu(storage), StorageMut::Cpu(other)) => {
+                    std::mem::swap(storage, other)
+                }
+                #[cfg(feature = "cuda")]
+                (StorageMut::Cuda(storage), StorageMut::Cuda(other)) => {
+                    std::mem::swap(storage, other);
+                }
+                #[cfg(feature = "cuda")]
+                _ => return Err(FlatError::device(second)),
+            }
+            Ok(())
+        })
+    })
+}
+
 /// Copies a tensor to another device, or clones it if it is there already.
 ///
 /// Unlike candle's `to_device`, this copies only the elements of a view, not its whole storage, and

@@ -2,12 +2,13 @@
 //! that use it.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_flat::storage::{owned_copy, release, to_device};
+use fsdp_flat::storage::{exchange_memory, owned_copy, release, to_device, zeros_on};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
+use fsdp_ops::step;
 
 use super::gradients::Gradients;
 use super::parameter::Parameter;
@@ -53,6 +54,9 @@ pub(crate) struct FlatParamHandle {
     /// collective.
     pub(super) overlap: Option<Arc<Overlap>>,
     pub(super) shared: Arc<Shared>,
+    /// Memory that stays with the unit, as its parameters are only cast: that of each parameter
+    /// while it is released, and otherwise what a released one has.
+    kept: OnceLock<Vec<Tensor>>,
     state: Mutex<HandleState>,
 }
 
@@ -131,6 +135,12 @@ impl FlatParamHandle {
                 shard.clone(),
             )?)
         };
+        let reduce_dtype = if unit.groups.is_empty() && device.is_cuda() {
+            // Gradients that stay on a GPU are not rounded to be sent.
+            dtype
+        } else {
+            unit.precision.reduce.unwrap_or(compute_dtype)
+        };
         let exchange = UnitExchange {
             unit_number: unit.unit_number,
             groups: unit.groups.with_label(&unit.name),
@@ -138,7 +148,7 @@ impl FlatParamHandle {
             layout,
             dtype,
             compute_dtype,
-            reduce_dtype: unit.precision.reduce.unwrap_or(compute_dtype),
+            reduce_dtype,
             device,
             shard_device,
             flat,
@@ -151,6 +161,7 @@ impl FlatParamHandle {
             exchange: Arc::new(exchange),
             overlap,
             shared,
+            kept: OnceLock::new(),
             state: Mutex::new(HandleState {
                 gathered_in_forward: 0,
                 user_count: 0,
@@ -379,19 +390,73 @@ impl FlatParamHandle {
         if self.exchange.is_unsharded() {
             return Ok(());
         }
-        // If the unit has been prefetched, this takes the values from there.
-        let gathered = match &self.overlap {
-            Some(overlap) => overlap.all_gather(&self.exchange)?,
-            None => self.exchange.all_gather()?,
-        };
-        self.fill_storages(gathered)?;
+        let has_memory = self.kept.get().is_some();
+        if !self.cast_to_kept()? {
+            // If the unit has been prefetched, this takes the values from there.
+            let gathered = match &self.overlap {
+                Some(overlap) => overlap.all_gather(&self.exchange)?,
+                None => self.exchange.all_gather()?,
+            };
+            self.fill_storages(gathered)?;
+        }
         self.exchange.set_unsharded(true);
         state.gathered_in_forward = self.shared.forwards.last_number();
-        self.shared
-            .memory
-            .count_held(self.exchange.unsharded_bytes());
+        if !has_memory {
+            self.shared
+                .memory
+                .count_held(self.exchange.unsharded_bytes());
+        }
         if let Some(overlap) = &self.overlap {
             overlap.prefetch_next(BackwardPrefetch::Pre);
+        }
+        Ok(())
+    }
+
+    /// Casts the parameters of a unit that is whole on one GPU, by one launch and without new
+    /// memory. Returns `false`, and does nothing, for other units.
+    fn cast_to_kept(&self) -> Result<bool> {
+        let UnitExchange {
+            layout,
+            groups,
+            compute_dtype,
+            device,
+            ..
+        } = &*self.exchange;
+        let Some(shard) = self.flat_shard().filter(|_| groups.shard.is_none()) else {
+            return Ok(false);
+        };
+        if !shard.device().same_device(device)
+            || !step::can_write(device, *compute_dtype, shard.dtype())?
+        {
+            return Ok(false);
+        }
+        let kept = match self.kept.get() {
+            Some(kept) => kept,
+            None => {
+                let params = self.params.iter();
+                let zeros =
+                    params.map(|param| zeros_on(param.tensor.dims(), *compute_dtype, device));
+                let zeros = zeros.collect::<std::result::Result<_, _>>()?;
+                self.kept.get_or_init(|| zeros)
+            }
+        };
+        let mut writes = Vec::with_capacity(kept.len());
+        for (param, kept) in kept.iter().enumerate() {
+            let range = layout.param_range(param);
+            writes.push((
+                kept.flatten_all()?,
+                Some(shard.narrow(0, range.start, range.len())?),
+            ));
+        }
+        step::write(&writes, false)?;
+        self.exchange_kept(kept)?;
+        Ok(true)
+    }
+
+    /// Exchanges the memory of each parameter with what is kept for it.
+    fn exchange_kept(&self, kept: &[Tensor]) -> Result<()> {
+        for (param, kept) in self.params.iter().zip(kept) {
+            exchange_memory(&param.tensor, kept)?;
         }
         Ok(())
     }
@@ -434,11 +499,14 @@ impl FlatParamHandle {
         if !self.needs_unshard() || !self.exchange.is_unsharded() {
             return Ok(());
         }
-        self.release_storages()?;
+        if let Some(kept) = self.kept.get() {
+            self.exchange_kept(kept)?;
+        } else {
+            self.release_storages()?;
+            let bytes = self.exchange.unsharded_bytes();
+            self.shared.memory.count_released(bytes);
+        }
         self.exchange.set_unsharded(false);
-        self.shared
-            .memory
-            .count_released(self.exchange.unsharded_bytes());
         Ok(())
     }
 
