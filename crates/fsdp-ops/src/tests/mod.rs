@@ -10,6 +10,8 @@ mod nothing;
 mod refusals;
 mod step;
 
+use std::slice;
+
 use candle_core::{DType, Result, Tensor, Var};
 
 use self::autograd::Parameters;
@@ -39,7 +41,7 @@ fn run(
         operation,
         inputs,
         weight,
-        &[&[output.clone()], &gradients[..]].concat(),
+        &[slice::from_ref(&output), &gradients].concat(),
     )?;
     Ok((output, gradients))
 }
