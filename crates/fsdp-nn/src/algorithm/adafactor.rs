@@ -48,10 +48,6 @@ impl Default for AdafactorOptions {
     }
 }
 
-/// The running averages of the squares of one parameter's gradient, one list for each of
-/// [`average_shapes`].
-pub(crate) type Averages = Vec<Vec<f64>>;
-
 /// Returns torch's keys of the averages of a parameter of this shape, each with its shape. Each
 /// matrix of the parameter has a mean for each row (`row_var`) and for each column (`col_var`). A
 /// parameter of fewer than two dimensions has an average for each element (`variance`).
@@ -63,14 +59,6 @@ pub(crate) fn average_shapes(shape: &[usize]) -> Vec<(&'static str, Vec<usize>)>
         ],
         _ => vec![("variance", shape.to_vec())],
     }
-}
-
-/// Returns the averages of a parameter of this shape before its first step.
-pub(crate) fn zero_averages(shape: &[usize]) -> Averages {
-    let shapes = average_shapes(shape).into_iter();
-    shapes
-        .map(|(_, shape)| vec![0.0; shape.iter().product()])
-        .collect()
 }
 
 /// Moves the running averages towards the squares of the gradient `grad` of a parameter of this

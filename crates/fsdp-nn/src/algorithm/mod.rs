@@ -47,7 +47,7 @@ use error::check_at_least_zero;
 use fsdp_layout::{DType, PlainValue};
 
 pub use adafactor::AdafactorOptions;
-pub(crate) use adafactor::{Averages, WholeUpdate, average_shapes, zero_averages};
+pub(crate) use adafactor::{WholeUpdate, average_shapes};
 pub use adagrad::AdagradOptions;
 pub use adam::AdamOptions;
 pub(crate) use adam::bias_correction;

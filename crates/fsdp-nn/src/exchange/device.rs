@@ -17,10 +17,10 @@ use crate::config::cast;
 use crate::error::Result;
 
 #[cfg(feature = "nccl")]
-pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter, synchronize};
+pub(crate) use nccl::{all_gather, all_reduce, all_to_all, reduce_scatter, synchronize};
 
 #[cfg(not(feature = "nccl"))]
-pub(crate) use host::{all_gather, all_reduce, reduce_scatter, synchronize};
+pub(crate) use host::{all_gather, all_reduce, all_to_all, reduce_scatter, synchronize};
 
 /// Returns a gradient as a tensor of one dimension, whose elements lie one after the other.
 fn contiguous(grad: &Tensor) -> Result<Tensor> {
@@ -263,6 +263,14 @@ mod host {
         Ok(false)
     }
 
+    pub(crate) const fn all_to_all(
+        _: &ProcessGroup,
+        _: &Tensor,
+        _: (&[usize], &[usize]),
+    ) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// Does nothing: without NCCL, no collective is queued on a GPU.
     pub(crate) const fn synchronize(_: &ProcessGroup) -> Result<()> {
         Ok(())
@@ -346,6 +354,41 @@ mod nccl {
         let reduced = undefined(device, whole.dtype(), numel)?;
         with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(device_group, &reduced, whole)?);
         Ok(Some(reduced))
+    }
+
+    /// Sends elements of a tensor of one dimension to each rank, one rank after the other, and
+    /// returns the elements of all ranks in the same order: as many as `counts` say, of those that
+    /// are sent and of those that are received. Returns `None` if the group cannot move GPU memory.
+    pub(crate) fn all_to_all(
+        group: &ProcessGroup,
+        sent: &Tensor,
+        counts: (&[usize], &[usize]),
+    ) -> Result<Option<Tensor>> {
+        /// Exchanges elements of type `T`.
+        fn all_to_all_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
+            group: DeviceGroup<'_>,
+            received: &Tensor,
+            sent: &Tensor,
+            (send_counts, receive_counts): (&[usize], &[usize]),
+        ) -> Result<()> {
+            with_device_slice::<T, _>(sent, |input, input_stream| {
+                with_device_slice_mut::<T, _>(received, |output, output_stream| {
+                    group.all_to_all_uneven(
+                        &mut DeviceSliceMut::new(output, output_stream),
+                        receive_counts,
+                        &DeviceSlice::new(input, input_stream),
+                        send_counts,
+                    )
+                })
+            })???; // Errors of the borrow of the input, of that of the output, and of the collective.
+            Ok(())
+        }
+        let Some((device_group, device)) = device_group(group, sent) else {
+            return Ok(None);
+        };
+        let received = undefined(device, sent.dtype(), counts.1.iter().sum())?;
+        with_float!(sent.dtype(), T => all_to_all_typed::<T>(device_group, &received, sent, counts)?);
+        Ok(Some(received))
     }
 
     /// Waits on the host until the GPU has done all collectives that are queued. The error is the

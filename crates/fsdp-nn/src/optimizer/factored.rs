@@ -2,42 +2,37 @@
 
 use candle_core::{D, DType, Device, Tensor, WithDType};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{HostSliceMut, to_device, zeros_on};
+use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::on_device::{store, widen};
+use super::on_device::store;
 use super::owners::{
-    GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
+    GroupStep, Owned, Part, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
-use crate::algorithm::{AdafactorOptions, Averages, WholeUpdate, average_shapes, zero_averages};
+use crate::algorithm::{AdafactorOptions, WholeUpdate, average_shapes};
 use crate::error::Result;
 use crate::exchange::device;
-
-/// The largest number of averages that a parameter has.
-const MAX_AVERAGES: usize = 2;
 
 /// The number of elements of whole parameters for which a step takes memory at a time, on each
 /// rank; more if one parameter has more.
 const BATCH_LEN: usize = 1 << 24;
 
 /// Updates the parameters of a group, unless `earlier_outcome`, what this rank has done in the step
-/// so far, has failed on some rank. Values travel, and are computed with, in `f64`: sums do not
-/// depend on ranks, and each result is rounded once. That takes many times the memory of the
-/// parameters, so they are updated in batches.
+/// so far, has failed on some rank. On CPUs values travel, and are computed with, in `f64`: sums do
+/// not depend on ranks, and each result is rounded once. On GPUs that is `f32`, or `f64` for
+/// parameters of `f64`, and the host waits for nothing. Either takes several times the memory of
+/// the parameters, so they are updated in batches.
 ///
 /// An average that has its parameter's shape is sharded with it, as in every optimizer's state;
-/// others are whole on every rank. Collectives: where parameters are sharded, one agreement; for
-/// each batch two agreements, three to five exchanges and one all-gather over the shard group.
+/// others are whole on every rank. Collectives: where parameters are sharded, one agreement, and
+/// for each batch three agreements and two exchanges over the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     mut step: GroupStep<'_>,
     earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
-    if group.is_none() && step.is_on_gpu() {
-        return earlier_outcome.and_then(|()| step_on_gpu(options, &mut step));
-    }
     let prepared = earlier_outcome.and_then(|()| Ok((step.list_owned()?, ())));
     let (mut parameters, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
@@ -62,73 +57,247 @@ pub(super) fn step_factored(
     }
 }
 
-/// Updates the parameters of a group, all of which this rank has whole on its GPU, by candle's
-/// operations: in `f32`, or in the parameters' dtype if that is wider. The host waits for nothing.
-fn step_on_gpu(options: &AdafactorOptions, step: &mut GroupStep<'_>) -> Result<()> {
-    for owned in step.list_owned()? {
-        let local = &mut step.locals[owned.local];
-        local.handle.begin_change()?;
-        let mut averages = averages_on_gpu(&owned, local)?;
-        if let (Some(param), Some(grad)) = (
-            local.handle.local_piece(owned.param)?,
-            local.handle.grad_piece(owned.param)?,
-        ) {
-            let update = GpuUpdate {
-                options,
-                step: next_step(local).into(),
-                eps: options.first_eps(local.handle.file_dtype()),
-            };
-            let shape = owned.shape.as_slice();
-            let (whole, grad) = (
-                widen(&param)?.reshape(shape)?,
-                widen(&grad)?.reshape(shape)?,
-            );
-            averages = update.new_averages(&averages, &grad)?;
-            let new_param = update.new_param(&whole, &grad, &averages)?;
-            store(&param, &new_param.flatten_all()?)?;
-        }
-        let mut state = local.state.clone().expect(BEGUN);
-        state.step = Some(next_step(local));
-        for ((name, shape), average) in average_shapes(&owned.shape).into_iter().zip(averages) {
-            let average = average.to_dtype(local.handle.dtype())?;
-            let entry = if shape == owned.shape {
-                LocalState::Piece(average.flatten_all()?)
-            } else {
-                LocalState::Whole(average)
-            };
-            state.entries.insert(name.to_owned(), entry);
-        }
-        local.state = Some(state);
-    }
-    Ok(())
+/// Returns the number of parameters of the first batch, which has at most `limit` elements but at
+/// least one parameter, if there are any. `numels` are the numbers of elements of the parameters.
+fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
+    let mut total = 0usize;
+    let batch = numels.enumerate().take_while(|(index, numel)| {
+        total = total.saturating_add(*numel);
+        *index == 0 || total <= limit
+    });
+    batch.count()
 }
 
-/// Returns the averages of a parameter on a GPU, in their shapes: zeros where there are none.
-fn averages_on_gpu(owned: &Owned, local: &LocalParam) -> Result<Vec<Tensor>> {
-    let mut averages = Vec::with_capacity(MAX_AVERAGES);
-    for (name, shape) in average_shapes(&owned.shape) {
-        let saved = local
-            .state
-            .as_ref()
-            .and_then(|state| state.entries.get(name));
-        let numel: usize = shape.iter().product();
-        averages.push(match saved {
-            Some(LocalState::Piece(tensor) | LocalState::Whole(tensor))
-                if tensor.elem_count() == numel =>
-            {
-                widen(tensor)?.reshape(shape)?
-            }
-            _ => widen(&zeros_on(
-                &shape,
-                local.handle.dtype(),
-                local.handle.shard_device(),
-            )?)?,
+/// Updates some of the parameters of a group. Collective where parameters are sharded: see
+/// [`step_factored`].
+fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, batch: &[Owned]) -> Result<()> {
+    let group = step.shard_group;
+    let device = step.device();
+    let place = (wide_dtype(step, batch), &device);
+    // Step 1: this rank's parts: of a parameter, of its gradient, and of each average that is
+    // sharded.
+    let own_parts = agree(group, read_batch(step, batch, place))?;
+    let mut sent = Vec::with_capacity(own_parts.len());
+    for owned in batch {
+        sent.extend(std::iter::repeat_n(
+            owned,
+            2 + sharded_averages(owned).count(),
+        ));
+    }
+    // Step 2: each owner puts its parameters together, and updates them and their averages.
+    let gathered = gather_to_owners(group, &sent, own_parts, place)?;
+    let updated = agree(group, update_owned(options, step, batch, gathered, place))?;
+    // Step 3: every rank gets its parts of the values and of sharded averages, and all others.
+    let averages: Vec<Vec<Owned>> = batch.iter().map(averages_of).collect();
+    let mut returned = Vec::with_capacity(updated.len());
+    for (owned, averages) in batch.iter().zip(&averages) {
+        returned.push(owned);
+        returned.extend(averages);
+    }
+    let mut new_values = scatter_from_owners(group, &returned, updated, place)?.into_iter();
+    let mut outcome = Ok(());
+    for (owned, averages) in batch.iter().zip(&averages) {
+        let values: Vec<Part> = new_values.by_ref().take(1 + averages.len()).collect();
+        outcome = outcome.and_then(|()| write_parts(owned, step, averages, &values));
+    }
+    agree(group, outcome)
+}
+
+/// Returns the dtype that values of these parameters travel and are computed in, the same on all
+/// ranks.
+fn wide_dtype(step: &GroupStep<'_>, batch: &[Owned]) -> DType {
+    let is_f64 = |owned: &Owned| step.locals[owned.local].handle.dtype() == DType::F64;
+    if step.device().is_cpu() || batch.iter().any(is_f64) {
+        DType::F64
+    } else {
+        DType::F32
+    }
+}
+
+/// Returns the names of the averages that are sharded as their parameter is, because they have its
+/// shape.
+fn sharded_averages(owned: &Owned) -> impl Iterator<Item = &'static str> {
+    let averages = average_shapes(&owned.shape).into_iter();
+    averages.filter_map(|(name, shape)| (shape == owned.shape).then_some(name))
+}
+
+/// Returns the averages of a parameter, as parameters that the same rank owns: each rank gets its
+/// part of those that are sharded, and all of the others.
+fn averages_of(owned: &Owned) -> Vec<Owned> {
+    let mut averages = Vec::new();
+    for (_, shape) in average_shapes(&owned.shape) {
+        let parts = if shape == owned.shape {
+            owned.parts.clone()
+        } else {
+            vec![0..shape.iter().product(); owned.parts.len()]
+        };
+        averages.push(Owned {
+            shape,
+            parts,
+            ..*owned
         });
     }
-    Ok(averages)
+    averages
 }
 
-/// The numbers of one update on a GPU.
+/// Returns this rank's [parts](read_parts) of all parameters of a batch.
+fn read_batch(step: &GroupStep<'_>, batch: &[Owned], place: (DType, &Device)) -> Result<Vec<Part>> {
+    let mut parts = Vec::with_capacity(2 * batch.len());
+    for owned in batch {
+        parts.extend(read_parts(owned, &step.locals[owned.local], place)?);
+    }
+    Ok(parts)
+}
+
+/// Returns this rank's part of a parameter, of its gradient and of its sharded averages, in
+/// preparation of its change: waits for readers, releases the gathered copy, and makes the backward
+/// of an earlier forward an error (`begin_change`). All parts are in one dtype and on one device.
+fn read_parts(owned: &Owned, local: &LocalParam, place: (DType, &Device)) -> Result<Vec<Part>> {
+    local.handle.begin_change()?;
+    let param = local.handle.local_piece(owned.param)?;
+    let numel = param.as_ref().map_or(0, Tensor::elem_count);
+    let mut parts = vec![param, local.handle.grad_piece(owned.param)?];
+    for name in sharded_averages(owned) {
+        // An average that is missing, or of another shape, begins at zero.
+        parts.push(match local.live_piece(name) {
+            Some(flat) if flat.elem_count() == numel => Some(flat.clone()),
+            _ => Some(zeros_on(&[numel], place.0, place.1)?),
+        });
+    }
+    parts
+        .into_iter()
+        .map(|part| wide(part, place.0))
+        .collect::<Result<_>>()
+}
+
+/// Returns a part as a tensor of one dimension, in a wider dtype; `None` if it has no elements.
+fn wide(part: Part, dtype: DType) -> Result<Part> {
+    let part = part.filter(|part| part.elem_count() > 0);
+    let wide = part.map(|part| part.detach().flatten_all()?.to_dtype(dtype));
+    Ok(wide.transpose()?)
+}
+
+/// Returns the average of a parameter that this rank has whole, in a wider dtype; zeros if it is
+/// missing or has another shape.
+fn whole_average(
+    local: &LocalParam,
+    name: &str,
+    numel: usize,
+    (dtype, device): (DType, &Device),
+) -> Result<Part> {
+    let state = local.state.as_ref();
+    match state.and_then(|state| state.entries.get(name)) {
+        Some(LocalState::Whole(tensor)) if tensor.elem_count() == numel => {
+            wide(Some(tensor.clone()), dtype)
+        }
+        _ => wide(Some(zeros_on(&[numel], dtype, device)?), dtype),
+    }
+}
+
+/// Returns the new values and averages of the parameters of a batch that this rank owns, whole, in
+/// the order in which they are sent back; `None` for others. `gathered` has, for each parameter,
+/// its values, its gradient, and each average that is sharded.
+fn update_owned(
+    options: &AdafactorOptions,
+    step: &GroupStep<'_>,
+    batch: &[Owned],
+    gathered: Vec<Part>,
+    place: (DType, &Device),
+) -> Result<Vec<Part>> {
+    let mut gathered = gathered.into_iter();
+    let mut updated = Vec::new();
+    for owned in batch {
+        let local = &step.locals[owned.local];
+        let (param, grad) = (gathered.next().flatten(), gathered.next().flatten());
+        let mut averages = Vec::new();
+        for (name, shape) in average_shapes(&owned.shape) {
+            averages.push(if shape == owned.shape {
+                gathered.next().flatten()
+            } else if owned.owner == step.rank() {
+                whole_average(local, name, shape.iter().product(), place)?
+            } else {
+                None
+            });
+        }
+        let update = Update {
+            options,
+            step: next_step(local),
+            local,
+            shape: &owned.shape,
+        };
+        match (param, grad) {
+            (Some(param), Some(grad)) => {
+                updated.extend(update.new_values(&param, &grad, averages)?)
+            }
+            (param, _) => updated.extend(std::iter::once(param).chain(averages)),
+        }
+    }
+    Ok(updated)
+}
+
+/// One update of a whole parameter.
+struct Update<'a> {
+    options: &'a AdafactorOptions,
+    step: f32,
+    local: &'a LocalParam,
+    shape: &'a [usize],
+}
+
+impl Update<'_> {
+    /// Returns the parameter and its averages after the update. All are of one dimension.
+    fn new_values(&self, param: &Tensor, grad: &Tensor, averages: Vec<Part>) -> Result<Vec<Part>> {
+        if param.device().is_cpu() {
+            return self.new_values_on_host(param, grad, &averages);
+        }
+        let update = GpuUpdate {
+            options: self.options,
+            step: self.step.into(),
+            eps: self.options.first_eps(self.local.handle.file_dtype()),
+        };
+        let (param, grad) = (param.reshape(self.shape)?, grad.reshape(self.shape)?);
+        let mut shaped = Vec::with_capacity(averages.len());
+        for (average, (_, shape)) in averages.into_iter().zip(average_shapes(self.shape)) {
+            // A parameter that has elements has averages.
+            shaped.extend(average.map(|average| average.reshape(shape)).transpose()?);
+        }
+        let averages = update.new_averages(&shaped, &grad)?;
+        let param = update.new_param(&param, &grad, &averages)?;
+        let values = std::iter::once(param).chain(averages);
+        values
+            .map(|value| Ok(Some(value.flatten_all()?)))
+            .collect::<Result<_>>()
+    }
+
+    /// Computes the update on the host, in `f64`.
+    fn new_values_on_host(
+        &self,
+        param: &Tensor,
+        grad: &Tensor,
+        averages: &[Part],
+    ) -> Result<Vec<Part>> {
+        let mut param = param.to_vec1::<f64>()?;
+        let mut averages: Vec<Vec<f64>> = averages
+            .iter()
+            .map(|average| average.as_ref().map_or(Ok(Vec::new()), Tensor::to_vec1))
+            .collect::<candle_core::Result<_>>()?;
+        let update = WholeUpdate {
+            step: self.step,
+            dtype: self.local.handle.file_dtype(),
+            shape: self.shape,
+            grad: &grad.to_vec1()?,
+        };
+        self.options.update(&update, &mut param, &mut averages);
+        let values = std::iter::once(param).chain(averages);
+        values
+            .map(|values| {
+                let numel = values.len();
+                Ok(Some(Tensor::from_vec(values, numel, &Device::Cpu)?))
+            })
+            .collect::<Result<_>>()
+    }
+}
+
+/// The numbers of one update on a GPU, by candle's operations.
 struct GpuUpdate<'a> {
     options: &'a AdafactorOptions,
     step: f64,
@@ -184,157 +353,6 @@ fn root_mean_square(values: &Tensor) -> Result<Tensor> {
     Ok((squares / values.elem_count() as f64)?.sqrt()?)
 }
 
-/// Returns the number of parameters of the first batch, which has at most `limit` elements but at
-/// least one parameter, if there are any. `numels` are the numbers of elements of the parameters.
-fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
-    let mut total = 0usize;
-    let batch = numels.enumerate().take_while(|(index, numel)| {
-        total = total.saturating_add(*numel);
-        *index == 0 || total <= limit
-    });
-    batch.count()
-}
-
-/// Updates some of the parameters of a group. Collective where parameters are sharded: see
-/// [`step_factored`].
-fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, batch: &[Owned]) -> Result<()> {
-    let group = step.shard_group;
-    let rank = step.rank();
-    let references: Vec<&Owned> = batch.iter().collect();
-    // Step 1: this rank's parts of values and gradients, and the averages that all ranks have.
-    let own_parts = batch
-        .iter()
-        .map(|owned| read_part(owned, &step.locals[owned.local]))
-        .collect::<Result<Vec<_>>>();
-    let mut parts = agree(group, own_parts)?;
-    // Step 2: each owner puts its parameters together, and updates them and their averages.
-    let own_params = parts.iter_mut().map(|part| std::mem::take(&mut part.param));
-    let mut params = gather_to_owners(group, &references, own_params.collect())?;
-    let own_grads = parts.iter_mut().map(|part| std::mem::take(&mut part.grad));
-    let grads = gather_to_owners(group, &references, own_grads.collect())?;
-    for average_index in 0..MAX_AVERAGES {
-        gather_sharded_averages(group, average_index, batch, &mut parts)?;
-    }
-    for (((owned, param), grad), part) in batch.iter().zip(&mut params).zip(&grads).zip(&mut parts)
-    {
-        if owned.owner == rank {
-            let local = &step.locals[owned.local];
-            let update = WholeUpdate {
-                step: next_step(local),
-                dtype: local.handle.file_dtype(),
-                shape: &owned.shape,
-                grad,
-            };
-            options.update(&update, param, &mut part.averages);
-        }
-    }
-    drop(grads);
-    // Step 3: every rank gets its parts of the values, and all averages.
-    let updated_params = scatter_from_owners(group, &references, params)?;
-    let mut averages: Vec<Averages> = parts.into_iter().map(|part| part.averages).collect();
-    if let Some(group) = group {
-        share_averages(group, batch, &mut averages)?;
-    }
-    let mut new_values = batch.iter().zip(updated_params).zip(averages);
-    let outcome = new_values.try_for_each(|((owned, param), averages)| {
-        let local = &mut step.locals[owned.local];
-        write_part(owned, rank, local, &param, &averages)
-    });
-    agree(group, outcome)
-}
-
-/// A rank's part of a parameter, before a step.
-struct OwnPart {
-    param: Vec<f64>,
-    grad: Vec<f64>,
-    /// The averages that are whole on every rank; the others are zero until they are joined.
-    averages: Averages,
-    /// This rank's part of each average that is sharded; empty for an average that is not sharded.
-    sharded: [Vec<f64>; MAX_AVERAGES],
-}
-
-/// Returns a tensor's elements as `f64`.
-fn f64_elements(tensor: &Tensor) -> Result<Vec<f64>> {
-    let tensor = tensor.to_device(&Device::Cpu)?.detach();
-    Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
-}
-
-/// Returns a tensor's elements; none if there is no tensor.
-fn f64_elements_or_empty(piece: Option<Tensor>) -> Result<Vec<f64>> {
-    piece.map_or(Ok(Vec::new()), |piece| f64_elements(&piece))
-}
-
-/// Reads this rank's part of a parameter, of its gradient and of its averages, in preparation of
-/// its change: waits for readers, releases the gathered copy, and makes the backward of an earlier
-/// forward an error (`begin_change`).
-fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
-    local.handle.begin_change()?;
-    let mut part = OwnPart {
-        param: f64_elements_or_empty(local.handle.local_piece(owned.param)?)?,
-        grad: f64_elements_or_empty(local.handle.grad_piece(owned.param)?)?,
-        averages: zero_averages(&owned.shape),
-        sharded: Default::default(),
-    };
-    for (index, (name, shape)) in average_shapes(&owned.shape).into_iter().enumerate() {
-        // An average that is missing, or of another shape, begins at zero.
-        let saved = local
-            .state
-            .as_ref()
-            .and_then(|state| state.entries.get(name));
-        if shape == owned.shape {
-            part.sharded[index] = match local.live_piece(name) {
-                Some(flat) if flat.elem_count() == part.param.len() => f64_elements(flat)?,
-                _ => vec![0.0; part.param.len()],
-            };
-        } else if let Some(LocalState::Whole(tensor)) = saved
-            && tensor.elem_count() == part.averages[index].len()
-        {
-            part.averages[index] = f64_elements(tensor)?;
-        }
-    }
-    Ok(part)
-}
-
-/// Gathers the sharded averages at one index of the entries: each owner gets the whole averages of
-/// its parameters.
-/// Collective: one exchange, or none if no average is sharded.
-fn gather_sharded_averages(
-    group: Option<&ProcessGroup>,
-    average_index: usize,
-    batch: &[Owned],
-    parts: &mut [OwnPart],
-) -> Result<()> {
-    let mut chosen = Vec::new();
-    for (index, parameter) in batch.iter().enumerate() {
-        let shapes = average_shapes(&parameter.shape);
-        if shapes
-            .get(average_index)
-            .is_some_and(|(_, shape)| *shape == parameter.shape)
-        {
-            chosen.push(index);
-        }
-    }
-    if chosen.is_empty() {
-        return Ok(());
-    }
-    // All ranks choose the same parameters, because only shapes decide.
-    let owned: Vec<&Owned> = chosen.iter().map(|&index| &batch[index]).collect();
-    let sharded = chosen
-        .iter()
-        .map(|&index| std::mem::take(&mut parts[index].sharded[average_index]))
-        .collect();
-    let rank = group.map_or(0, ProcessGroup::rank);
-    for (index, average) in chosen
-        .into_iter()
-        .zip(gather_to_owners(group, &owned, sharded)?)
-    {
-        if batch[index].owner == rank {
-            parts[index].averages[average_index] = average;
-        }
-    }
-    Ok(())
-}
-
 /// Returns the number of a parameter's next update, counted from 1.
 fn next_step(local: &LocalParam) -> f32 {
     local
@@ -345,64 +363,45 @@ fn next_step(local: &LocalParam) -> f32 {
         + 1.0
 }
 
-/// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
-/// all-gather.
-fn share_averages(group: &ProcessGroup, batch: &[Owned], averages: &mut [Averages]) -> Result<()> {
-    // The sizes follow from the shapes, so no rank has to send its own.
-    let mut counts = vec![0; group.world_size()];
-    let mut own_averages: Vec<f64> = Vec::new();
-    for (parameter, elements) in batch
-        .iter()
-        .zip(averages.iter().map(|lists| lists.concat()))
-    {
-        counts[parameter.owner] += elements.len();
-        if parameter.owner == group.rank() {
-            own_averages.extend(elements);
-        }
-    }
-    let mut received = vec![0.0; counts.iter().sum()];
-    group.all_gather_uneven_into(&mut received, &counts, &own_averages)?;
-    let mut remaining = received.as_slice();
-    for owner in 0..group.world_size() {
-        let owned = batch
-            .iter()
-            .zip(averages.iter_mut())
-            .filter(|(parameter, _)| parameter.owner == owner);
-        for average in owned.flat_map(|(_, averages)| averages) {
-            let elements;
-            (elements, remaining) = remaining.split_at(average.len());
-            average.copy_from_slice(elements);
-        }
-    }
-    Ok(())
-}
-
 /// Writes this rank's part of the new values, and replaces the state by the new averages and step.
-fn write_part(
+/// `values` are the parameter's and those of each average.
+fn write_parts(
     owned: &Owned,
-    rank: usize,
-    local: &mut LocalParam,
-    param: &[f64],
-    averages: &[Vec<f64>],
+    step: &mut GroupStep<'_>,
+    averages: &[Owned],
+    values: &[Part],
 ) -> Result<()> {
-    if let Some(piece) = local.handle.local_piece(owned.param)? {
-        with_float!(piece.dtype(), T => {
-            let mut piece = HostSliceMut::<T>::write(&piece)?;
-            for (element, value) in piece.iter_mut().zip(param) {
-                *element = <T as WithDType>::from_f64(*value);
-            }
-            piece.finish()?;
-        });
+    let rank = step.rank();
+    let local = &mut step.locals[owned.local];
+    let piece = local.handle.local_piece(owned.param)?;
+    if let (Some(piece), Some(Some(value))) = (piece, values.first()) {
+        if piece.device().is_cpu() {
+            with_float!(piece.dtype(), T => {
+                let mut piece = HostSliceMut::<T>::write(&piece)?;
+                for (element, value) in piece.iter_mut().zip(value.to_vec1::<f64>()?) {
+                    *element = <T as WithDType>::from_f64(value);
+                }
+                piece.finish()?;
+            });
+        } else {
+            store(&piece, value)?;
+        }
     }
     let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
-    for ((name, shape), average) in average_shapes(&owned.shape).into_iter().zip(averages) {
-        // An average of the parameter's own shape is sharded as the parameter is.
-        let entry = if shape == owned.shape {
-            let own_part = &average[owned.parts[rank].clone()];
-            LocalState::Piece(state_tensor(own_part, &[own_part.len()], local)?)
+    let names = average_shapes(&owned.shape).into_iter();
+    for (((name, _), average), value) in names.zip(averages).zip(&values[1..]) {
+        let is_sharded = average.shape == owned.shape;
+        let shape = if is_sharded {
+            vec![average.parts[rank].len()]
         } else {
-            LocalState::Whole(state_tensor(average, &shape, local)?)
+            average.shape.clone()
+        };
+        let tensor = state_tensor(value.as_ref(), &shape, local)?;
+        let entry = if is_sharded {
+            LocalState::Piece(tensor)
+        } else {
+            LocalState::Whole(tensor)
         };
         state.entries.insert(name.to_owned(), entry);
     }
@@ -410,10 +409,19 @@ fn write_part(
     Ok(())
 }
 
-/// Makes a tensor of state in the dtype and on the device of a local parameter.
-fn state_tensor(values: &[f64], shape: &[usize], local: &LocalParam) -> Result<Tensor> {
-    let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
-    Ok(to_device(&tensor, local.handle.shard_device())?)
+/// Returns a tensor of state of this shape, in the dtype and on the device of a local parameter, in
+/// memory of its own: values that were received share theirs. Zeros if there is no value.
+fn state_tensor(value: Option<&Tensor>, shape: &[usize], local: &LocalParam) -> Result<Tensor> {
+    let dtype = local.handle.dtype();
+    let Some(value) = value else {
+        return Ok(zeros_on(shape, dtype, local.handle.shard_device())?);
+    };
+    let tensor = value.reshape(shape)?;
+    Ok(if tensor.dtype() == dtype {
+        tensor.copy()?
+    } else {
+        tensor.to_dtype(dtype)?
+    })
 }
 
 #[cfg(test)]

@@ -1,15 +1,15 @@
 //! Steps of Muon, which needs each matrix whole.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
 use half::bf16;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::newton_schulz::{orthogonalize, orthogonalize_tensor};
+use super::newton_schulz::orthogonalize;
 use super::on_device::{store, widen};
 use super::owners::{
-    GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
+    GroupStep, Owned, Part, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
 use crate::algorithm::MuonOptions;
 use crate::error::Result;
@@ -18,32 +18,30 @@ use crate::error::Result;
 const MOMENTUM: &str = "momentum_buffer";
 
 /// Updates the matrices of a group, unless `earlier_outcome`, what this rank has done in the step
-/// so far, has failed on some rank. Collectives: where parameters are sharded, two agreements and
-/// two exchanges over the shard group.
+/// so far, has failed on some rank. On a GPU the host waits for nothing. Collectives: where
+/// parameters are sharded, two agreements and two exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
     mut step: GroupStep<'_>,
     earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
-    if group.is_none() && step.is_on_gpu() {
-        return earlier_outcome.and_then(|()| step_on_gpu(options, &mut step));
-    }
+    let device = step.device();
+    let place = (DType::BF16, &device);
     // Step 1: each rank updates the momentum of its parts, and computes their directions.
     let prepared = earlier_outcome.and_then(|()| compute_directions(options, &mut step));
     let (matrices, parts) = step.agree_on_parameters(prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the
     // parts back.
     let references: Vec<&Owned> = matrices.iter().collect();
-    let gathered = gather_to_owners(group, &references, parts)?;
-    let orthogonal = agree(
-        group,
-        orthogonalize_owned(options, &matrices, gathered, &step),
-    )?;
-    let parts = scatter_from_owners(group, &references, orthogonal)?;
+    let gathered = gather_to_owners(group, &references, parts, place)?;
+    let orthogonal = agree(group, orthogonalize_owned(options, &matrices, gathered))?;
+    let parts = scatter_from_owners(group, &references, orthogonal, place)?;
     // Step 3: each rank updates its parts.
     for (matrix, direction) in matrices.iter().zip(&parts) {
-        descend(options, matrix, &step.locals[matrix.local], direction)?;
+        if let Some(direction) = direction {
+            descend(options, matrix, &step.locals[matrix.local], direction)?;
+        }
     }
     Ok(())
 }
@@ -53,55 +51,25 @@ pub(super) fn step_matrices(
 fn compute_directions(
     options: &MuonOptions,
     step: &mut GroupStep<'_>,
-) -> Result<(Vec<Owned>, Vec<Vec<bf16>>)> {
+) -> Result<(Vec<Owned>, Vec<Part>)> {
     let mut matrices = step.list_owned()?;
     assign_owners(&mut matrices, multiplication_cost);
     let mut directions = Vec::with_capacity(matrices.len());
     for matrix in &matrices {
-        directions.push(update_momentum(
-            options,
-            matrix,
-            &mut step.locals[matrix.local],
-        )?);
-    }
-    Ok((matrices, directions))
-}
-
-/// Updates the matrices of a group, all of which this rank has whole on its GPU. The host waits for
-/// nothing.
-fn step_on_gpu(options: &MuonOptions, step: &mut GroupStep<'_>) -> Result<()> {
-    for matrix in step.list_owned()? {
         let local = &mut step.locals[matrix.local];
+        // The momentum changes before the parameter does, and a backward of an earlier forward must
+        // not run in between.
         local.handle.begin_change()?;
-        let (Some(param), Some(grad), Some(momentum)) = (
-            local.handle.local_piece(matrix.param)?,
-            local.handle.grad_piece(matrix.param)?,
+        let (Some(momentum), Some(grad)) = (
             momentum_of(local, matrix.param)?,
+            local.handle.grad_piece(matrix.param)?,
         ) else {
+            directions.push(None);
             continue;
         };
-        let grad = widen(&grad)?;
-        let average = lerp(&widen(&momentum)?, &grad, 1.0 - options.momentum)?;
-        store(&momentum, &average)?;
-        let direction = if options.nesterov {
-            lerp(&grad, &average, options.momentum)?
-        } else {
-            average
-        };
-        let [rows, columns] = rows_and_columns(&matrix.shape);
-        let direction = direction.reshape((rows, columns))?.to_dtype(DType::BF16)?;
-        let direction = orthogonalize_tensor(options, &direction)?.flatten_all()?;
-        let wide = widen(&param)?;
-        let descent = direction.to_dtype(wide.dtype())? * options.adjusted_lr([rows, columns]);
-        let kept = (wide * (1.0 - options.lr * options.weight_decay))?;
-        store(&param, &(kept - descent?)?)?;
+        directions.push(Some(update_momentum(options, &momentum, &grad)?));
     }
-    Ok(())
-}
-
-/// Moves from one tensor towards another by a weight.
-fn lerp(start: &Tensor, end: &Tensor, weight: f64) -> Result<Tensor> {
-    Ok(((start * (1.0 - weight))? + (end * weight)?)?)
+    Ok((matrices, directions))
 }
 
 /// Returns this rank's part of the momentum of a matrix, of zeros if there was none; `None` if the
@@ -138,32 +106,38 @@ fn rows_and_columns(shape: &[usize]) -> [usize; 2] {
     }
 }
 
-/// Updates the momentum of this rank's part of a matrix, and returns the part's direction.
-fn update_momentum(
-    options: &MuonOptions,
-    matrix: &Owned,
-    local: &mut LocalParam,
-) -> Result<Vec<bf16>> {
-    // The momentum changes before the parameter does, and a backward of an earlier forward must not
-    // run in between.
-    local.handle.begin_change()?;
-    let (Some(momentum), Some(grad)) = (
-        momentum_of(local, matrix.param)?,
-        local.handle.grad_piece(matrix.param)?,
-    ) else {
-        return Ok(Vec::new());
+/// Updates the momentum of this rank's part of a matrix, and returns the part's direction, in
+/// `bf16`.
+fn update_momentum(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    if grad.device().is_cpu() {
+        let direction: Vec<bf16> = with_float!(grad.dtype(), T => {
+            let grad = HostSlice::<T>::read(grad)?;
+            let mut momentum = HostSliceMut::<T>::write(momentum)?;
+            let direction = options.update_momentum(&grad, &mut momentum);
+            momentum.finish()?;
+            direction.into_iter().map(to_bf16::<T>).collect()
+        });
+        let numel = direction.len();
+        return Ok(Tensor::from_vec(direction, numel, &Device::Cpu)?);
+    }
+    let grad = widen(grad)?;
+    let average = lerp(&widen(momentum)?, &grad, 1.0 - options.momentum)?;
+    store(momentum, &average)?;
+    let direction = if options.nesterov {
+        lerp(&grad, &average, options.momentum)?
+    } else {
+        average
     };
-    with_float!(grad.dtype(), T => {
-        let grad = HostSlice::<T>::read(&grad)?;
-        let mut momentum = HostSliceMut::<T>::write(&momentum)?;
-        let direction = options.update_momentum(&grad, &mut momentum);
-        momentum.finish()?;
-        Ok(direction.into_iter().map(to_bf16::<T>).collect())
-    })
+    Ok(direction.to_dtype(DType::BF16)?)
 }
 
 fn to_bf16<T: Scalar>(value: T) -> bf16 {
     bf16::from_f64(candle_core::WithDType::to_f64(value))
+}
+
+/// Moves from one tensor towards another by a weight.
+fn lerp(start: &Tensor, end: &Tensor, weight: f64) -> Result<Tensor> {
+    Ok(((start * (1.0 - weight))? + (end * weight)?)?)
 }
 
 /// Steps this rank's part of a matrix.
@@ -171,41 +145,40 @@ fn descend(
     options: &MuonOptions,
     matrix: &Owned,
     local: &LocalParam,
-    direction: &[bf16],
+    direction: &Tensor,
 ) -> Result<()> {
-    let Some(param) = local
-        .handle
-        .local_piece(matrix.param)?
-        .filter(|_| !direction.is_empty())
-    else {
+    let Some(param) = local.handle.local_piece(matrix.param)? else {
         return Ok(());
     };
-    with_float!(param.dtype(), T => {
-        let mut param = HostSliceMut::<T>::write(&param)?;
-        options.descend(rows_and_columns(&matrix.shape), &mut param, direction);
-        Ok(param.finish()?)
-    })
+    let shape = rows_and_columns(&matrix.shape);
+    if param.device().is_cpu() {
+        let direction = HostSlice::<bf16>::read(direction)?;
+        return with_float!(param.dtype(), T => {
+            let mut param = HostSliceMut::<T>::write(&param)?;
+            options.descend(shape, &mut param, &direction);
+            Ok(param.finish()?)
+        });
+    }
+    let wide = widen(&param)?;
+    let descent = (direction.to_dtype(wide.dtype())? * options.adjusted_lr(shape))?;
+    let kept = (wide * (1.0 - options.lr * options.weight_decay))?;
+    Ok(store(&param, &(kept - descent)?)?)
 }
 
-/// Orthogonalizes the gathered directions of the matrices that this rank owns. The others are left
-/// as they are.
+/// Orthogonalizes the directions of the matrices that this rank has gathered, because it owns them.
 fn orthogonalize_owned(
     options: &MuonOptions,
     matrices: &[Owned],
-    gathered: Vec<Vec<bf16>>,
-    step: &GroupStep<'_>,
-) -> Result<Vec<Vec<bf16>>> {
-    let directions = matrices.iter().zip(gathered).map(|(matrix, direction)| {
-        if matrix.owner == step.rank() {
-            Ok(orthogonalize(
-                options,
-                &direction,
-                rows_and_columns(&matrix.shape),
-                step.locals[matrix.local].handle.shard_device(),
-            )?)
-        } else {
-            Ok(direction)
-        }
-    });
-    directions.collect()
+    gathered: Vec<Part>,
+) -> Result<Vec<Part>> {
+    let mut orthogonal = Vec::with_capacity(matrices.len());
+    for (matrix, direction) in matrices.iter().zip(gathered) {
+        let Some(direction) = direction else {
+            orthogonal.push(None);
+            continue;
+        };
+        let direction = direction.reshape(matrix.shape.as_slice())?;
+        orthogonal.push(Some(orthogonalize(options, &direction)?.flatten_all()?));
+    }
+    Ok(orthogonal)
 }

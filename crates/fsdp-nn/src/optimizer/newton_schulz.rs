@@ -1,27 +1,14 @@
 //! The direction of Muon's steps.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use half::bf16;
 
 use crate::algorithm::MuonOptions;
 
-/// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz, on a device. As in
-/// torch, each matrix on the way is rounded to `bf16`; products are summed in `f32`.
-pub(super) fn orthogonalize(
-    options: &MuonOptions,
-    matrix: &[bf16],
-    [rows, columns]: [usize; 2],
-    device: &Device,
-) -> Result<Vec<bf16>> {
-    let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_device(device)?;
-    orthogonalize_tensor(options, &matrix)?
-        .flatten_all()?
-        .to_vec1()
-}
-
-/// Does what [`orthogonalize`] does with a matrix of `bf16`, where it is. On a GPU the host waits
-/// for nothing.
-pub(super) fn orthogonalize_tensor(options: &MuonOptions, matrix: &Tensor) -> Result<Tensor> {
+/// Makes a matrix of `bf16` nearly orthogonal, by the iteration of Newton and Schulz, where it is.
+/// As in torch, each matrix on the way is rounded to `bf16`; products are summed in `f32`. On a GPU
+/// the host waits for nothing.
+pub(super) fn orthogonalize(options: &MuonOptions, matrix: &Tensor) -> Result<Tensor> {
     let (a, b, c) = options.ns_coefficients;
     let (rows, columns) = matrix.dims2()?;
     let matrix = matrix.to_dtype(DType::F32)?;
@@ -35,9 +22,12 @@ pub(super) fn orthogonalize_tensor(options: &MuonOptions, matrix: &Tensor) -> Re
     // The iteration converges only from a matrix whose norm is at most 1.
     x = round_tensor(&normalize(&x, options.eps)?)?;
     for _ in 0..options.ns_steps {
-        let gram = round_tensor(&product(&x, &x.t()?)?)?;
-        let update = round_tensor(&((&gram * b)? + (product(&gram, &gram)? * c)?)?)?;
-        x = round_tensor(&((&x * a)? + product(&update, &x)?)?)?;
+        let factor = factor_of(&x)?;
+        let gram = round_tensor(&product(&factor, &factor.t()?)?)?;
+        let gram_factor = factor_of(&gram)?;
+        let squared = product(&gram_factor, &gram_factor)?;
+        let update = round_tensor(&((&gram * b)? + (squared * c)?)?)?;
+        x = round_tensor(&((&x * a)? + product(&factor_of(&update)?, &factor)?)?)?;
     }
     if is_tall {
         x = x.t()?.contiguous()?;
@@ -56,14 +46,19 @@ fn normalize(x: &Tensor, eps: f64) -> Result<Tensor> {
     x / round_scalar(norm).max(round_scalar(eps))
 }
 
-/// Multiplies matrices whose elements `bf16` holds.
-fn product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
-    if left.device().is_cpu() {
-        return left.matmul(right);
+/// Returns a matrix whose elements `bf16` holds as a factor of products: GPUs multiply `bf16` many
+/// times as fast as `f32`, and add up in `f32` all the same.
+fn factor_of(matrix: &Tensor) -> Result<Tensor> {
+    if matrix.device().is_cpu() {
+        Ok(matrix.clone())
+    } else {
+        matrix.to_dtype(DType::BF16)
     }
-    // GPUs multiply these many times as fast as `f32`, and add up in `f32`.
-    let [left, right] = [left.to_dtype(DType::BF16)?, right.to_dtype(DType::BF16)?];
-    left.matmul(&right)?.to_dtype(DType::F32)
+}
+
+/// Multiplies matrices, which [`factor_of`] has returned.
+fn product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    left.matmul(right)?.to_dtype(DType::F32)
 }
 
 /// Rounds a tensor to bf16. The result is `f32` again.

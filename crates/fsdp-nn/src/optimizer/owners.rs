@@ -4,12 +4,16 @@
 use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
 
+use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{CommError, Element, ProcessGroup};
+use fsdp_flat::storage::{HostSlice, Scalar, to_device, zeroed_vec, zeros_on};
+use fsdp_flat::with_float;
 use twox_hash::XxHash3_64;
 
 use super::local::{LocalParam, begin_state};
 use crate::algorithm::Algorithm;
 use crate::error::Result;
+use crate::exchange::device;
 
 /// A parameter that a step updates as a whole.
 pub(super) struct Owned {
@@ -46,11 +50,10 @@ impl GroupStep<'_> {
         self.shard_group.map_or(0, ProcessGroup::rank)
     }
 
-    /// Returns `true` if the parameters are on a GPU.
-    pub(super) fn is_on_gpu(&self) -> bool {
-        self.locals
-            .first()
-            .is_some_and(|local| !local.handle.shard_device().is_cpu())
+    /// Returns the device that the parameters are on.
+    pub(super) fn device(&self) -> Device {
+        let first = self.locals.first();
+        first.map_or(Device::Cpu, |local| local.handle.shard_device().clone())
     }
 
     /// Lists the parameters that got a gradient, in the order of the model, which is the same on
@@ -154,110 +157,142 @@ fn resolve_agreement<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Re
     }
 }
 
-/// Returns the parameters of one owner, with their positions in `parameters`.
-fn owned_by<'a>(
-    parameters: &'a [&Owned],
-    owner: usize,
-) -> impl Iterator<Item = (usize, &'a Owned)> {
-    parameters
-        .iter()
-        .copied()
-        .enumerate()
-        .filter(move |(_, parameter)| parameter.owner == owner)
-}
+/// The elements of a parameter that a rank has, or all of them, as a tensor of one dimension;
+/// `None` for no elements.
+pub(super) type Part = Option<Tensor>;
 
-/// Returns the parameters that this rank owns, whole, from the parts of all ranks; the others are
-/// empty. Collective: one exchange, none without a group.
-pub(super) fn gather_to_owners<T: Element + Default>(
+/// Returns the parameters that this rank owns, whole, from the parts of all ranks; `None` for the
+/// others. A parameter may be listed several times, with other values. All parts have the same
+/// dtype and device. Collective: one exchange, none without a group.
+pub(super) fn gather_to_owners(
     group: Option<&ProcessGroup>,
     parameters: &[&Owned],
-    parts: Vec<Vec<T>>,
-) -> Result<Vec<Vec<T>>> {
+    parts: Vec<Part>,
+    place: (DType, &Device),
+) -> Result<Vec<Part>> {
     let Some(group) = group else { return Ok(parts) };
-    let rank_count = group.world_size();
-    // Step 1: pack this rank's parts, owner by owner.
-    let mut send_buffer = Vec::new();
-    let mut send_counts = vec![0; rank_count];
-    for (owner, count) in send_counts.iter_mut().enumerate() {
-        for (index, _) in owned_by(parameters, owner) {
-            send_buffer.extend_from_slice(&parts[index]);
-            *count += parts[index].len();
+    let mut send = vec![Vec::new(); group.world_size()];
+    let mut receive = vec![Vec::new(); group.world_size()];
+    for (parameter, part) in parameters.iter().zip(parts) {
+        send[parameter.owner].extend(part);
+        if parameter.owner == group.rank() {
+            for (lens, part) in receive.iter_mut().zip(&parameter.parts) {
+                lens.push(part.len());
+            }
         }
     }
-    // Step 2: exchange the parts.
-    let mut receive_counts = vec![0; rank_count];
-    for (_, parameter) in owned_by(parameters, group.rank()) {
-        receive_counts
-            .iter_mut()
-            .zip(&parameter.parts)
-            .for_each(|(count, part)| *count += part.len());
-    }
-    let received = exchange(group, &send_buffer, &send_counts, &receive_counts)?;
-    // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of
-    // `parameters`.
-    let mut whole_parameters = vec![Vec::new(); parameters.len()];
-    let mut remaining = received.as_slice();
-    for sender in 0..rank_count {
-        for (index, parameter) in owned_by(parameters, group.rank()) {
-            let part;
-            (part, remaining) = remaining.split_at(parameter.parts[sender].len());
-            whole_parameters[index].resize(parameter.numel(), T::default());
-            whole_parameters[index][parameter.parts[sender].clone()].copy_from_slice(part);
+    let mut received: Vec<_> = exchange(group, send, &receive, place)?
+        .into_iter()
+        .map(Vec::into_iter)
+        .collect();
+    let mut whole_parameters = Vec::with_capacity(parameters.len());
+    for parameter in parameters {
+        if parameter.owner != group.rank() {
+            whole_parameters.push(None);
+            continue;
         }
+        // Ranks have consecutive parts of a parameter, in their order.
+        let parts = received.iter_mut().filter_map(Iterator::next).flatten();
+        whole_parameters.push(joined(&parts.collect::<Vec<_>>())?);
     }
     Ok(whole_parameters)
 }
 
-/// Sends `send_counts[rank]` elements to each rank, one rank after the other, and returns the
-/// elements of all ranks in the same order. Collective: one exchange.
-fn exchange<T: Element + Default>(
-    group: &ProcessGroup,
-    send_buffer: &[T],
-    send_counts: &[usize],
-    receive_counts: &[usize],
-) -> Result<Vec<T>> {
-    let mut received = vec![T::default(); receive_counts.iter().sum()];
-    group.all_to_all_uneven(&mut received, receive_counts, send_buffer, send_counts)?;
-    Ok(received)
-}
-
-/// Returns this rank's parts of all parameters, from their owners.
-/// Collective: one exchange, none without a group.
-pub(super) fn scatter_from_owners<T: Element + Default>(
+/// Returns this rank's parts of all parameters, from their owners: views of memory that they share
+/// if there is a group. A parameter may be listed several times, with other values. All have the
+/// same dtype and device. Collective: one exchange, none without a group.
+pub(super) fn scatter_from_owners(
     group: Option<&ProcessGroup>,
     parameters: &[&Owned],
-    whole_parameters: Vec<Vec<T>>,
-) -> Result<Vec<Vec<T>>> {
+    whole_parameters: Vec<Part>,
+    place: (DType, &Device),
+) -> Result<Vec<Part>> {
     let Some(group) = group else {
         return Ok(whole_parameters);
     };
     let rank = group.rank();
-    let rank_count = group.world_size();
-    // Step 1: pack each rank's part of the parameters that this rank owns, rank by rank.
-    let mut send_buffer = Vec::new();
-    let mut send_counts = vec![0; rank_count];
-    for (receiver, count) in send_counts.iter_mut().enumerate() {
-        for (index, parameter) in owned_by(parameters, rank) {
-            send_buffer
-                .extend_from_slice(&whole_parameters[index][parameter.parts[receiver].clone()]);
-            *count += parameter.parts[receiver].len();
+    let mut send = vec![Vec::new(); group.world_size()];
+    let mut receive = vec![Vec::new(); group.world_size()];
+    for (parameter, whole) in parameters.iter().zip(whole_parameters) {
+        receive[parameter.owner].push(parameter.parts[rank].len());
+        let Some(whole) = whole.filter(|_| parameter.owner == rank) else {
+            continue;
+        };
+        for (tensors, part) in send.iter_mut().zip(&parameter.parts) {
+            if !part.is_empty() {
+                tensors.push(whole.narrow(0, part.start, part.len())?);
+            }
         }
     }
-    // Step 2: exchange the parts.
-    let mut receive_counts = vec![0; rank_count];
-    parameters
+    let mut received: Vec<_> = exchange(group, send, &receive, place)?
+        .into_iter()
+        .map(Vec::into_iter)
+        .collect();
+    let parts = parameters
         .iter()
-        .for_each(|parameter| receive_counts[parameter.owner] += parameter.parts[rank].len());
-    let received = exchange(group, &send_buffer, &send_counts, &receive_counts)?;
-    // Step 3: tell the parts apart. Each owner has packed them in the order of `parameters`.
-    let mut parts = vec![Vec::new(); parameters.len()];
-    let mut remaining = received.as_slice();
-    for owner in 0..rank_count {
-        for (index, parameter) in owned_by(parameters, owner) {
-            let part;
-            (part, remaining) = remaining.split_at(parameter.parts[rank].len());
-            parts[index] = part.to_vec();
+        .map(|parameter| received[parameter.owner].next().flatten());
+    Ok(parts.collect())
+}
+
+/// Sends the elements of tensors to each rank, and returns those of each rank, cut into the numbers
+/// of elements that are expected of it. They go from GPU to GPU if the group can do that, otherwise
+/// through the host. Collective: one exchange.
+fn exchange(
+    group: &ProcessGroup,
+    send: Vec<Vec<Tensor>>,
+    receive: &[Vec<usize>],
+    (dtype, device): (DType, &Device),
+) -> Result<Vec<Vec<Part>>> {
+    let send_counts: Vec<usize> = send
+        .iter()
+        .map(|tensors| tensors.iter().map(Tensor::elem_count).sum())
+        .collect();
+    let receive_counts: Vec<usize> = receive.iter().map(|lens| lens.iter().sum()).collect();
+    let packed = match joined(&send.concat())? {
+        Some(packed) => packed,
+        None => zeros_on(&[0], dtype, device)?,
+    };
+    let counts = (send_counts.as_slice(), receive_counts.as_slice());
+    let received = match device::all_to_all(group, &packed, counts)? {
+        Some(received) => received,
+        None => with_float!(dtype, T => exchange_on_host::<T>(group, &packed, counts)?),
+    };
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(receive.len());
+    for lens in receive {
+        let mut parts_of_rank = Vec::with_capacity(lens.len());
+        for &len in lens {
+            let part = (len > 0).then(|| received.narrow(0, start, len));
+            parts_of_rank.push(part.transpose()?);
+            start += len;
         }
+        parts.push(parts_of_rank);
     }
     Ok(parts)
+}
+
+/// Exchanges elements through the host: sends and receives as many elements of each rank as
+/// `counts` say. Collective: one exchange.
+fn exchange_on_host<T: Scalar + Element>(
+    group: &ProcessGroup,
+    packed: &Tensor,
+    (send_counts, receive_counts): (&[usize], &[usize]),
+) -> Result<Tensor> {
+    let mut received = zeroed_vec::<T>(receive_counts.iter().sum())?;
+    {
+        let packed = HostSlice::<T>::read(packed)?;
+        group.all_to_all_uneven(&mut received, receive_counts, &packed, send_counts)?;
+    }
+    let numel = received.len();
+    let received = Tensor::from_vec(received, numel, &Device::Cpu)?;
+    Ok(to_device(&received, packed.device())?)
+}
+
+/// Returns the elements of tensors of one dimension, one after the other; `None` if there are no
+/// tensors.
+fn joined(tensors: &[Tensor]) -> Result<Part> {
+    if tensors.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(Tensor::cat(tensors, 0)?))
 }
