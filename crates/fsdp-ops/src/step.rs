@@ -1,6 +1,6 @@
 //! The work of a training step on whole gradients, parameters and optimizer state in the memory of
 //! an NVIDIA GPU. One launch goes over up to 64 tensors, and over more if they lie one after the
-//! other in memory.
+//! other in memory; for others there are as many launches as it takes.
 //!
 //! All tensors must be contiguous and on one GPU for which [`has_kernels`] is `true`. Work is
 //! queued in the GPU's stream; the host waits for nothing.

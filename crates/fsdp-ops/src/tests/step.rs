@@ -342,6 +342,48 @@ fn a_step_whose_gradients_are_not_finite_changes_nothing() {
 }
 
 #[test]
+fn more_tensors_than_a_launch_has_take_several_launches() {
+    with_kernels(|| {
+        // Two launches are full, and none of the tensors continues another one.
+        let tensors = |first_seed: usize| -> Vec<Tensor> {
+            (0..150)
+                .map(|index| wave(3 + index % 5, first_seed + index, DType::F32))
+                .collect()
+        };
+        let (params, grads) = (tensors(0), tensors(1000));
+        let squares: f64 = grads
+            .iter()
+            .flat_map(values)
+            .map(|value| value * value)
+            .sum();
+        let found = values(&statistics(&grads).unwrap())[0];
+        assert_close("squares", &[found], &[squares], 1e-12);
+        let expected: Vec<f64> = params
+            .iter()
+            .zip(&grads)
+            .flat_map(|(param, grad)| {
+                let pairs = values(param).into_iter().zip(values(grad));
+                pairs.map(|(param, grad)| param - 0.1 * (0.5 * grad + 0.1 * param))
+            })
+            .collect();
+        scale(&grads, 0.5).unwrap();
+        let updates: Vec<Update> = params
+            .iter()
+            .zip(&grads)
+            .map(|(param, grad)| Update {
+                param: param.clone(),
+                grad: grad.clone(),
+                state: Vec::new(),
+            })
+            .collect();
+        let (sgd, _) = rules().swap_remove(0);
+        update(&sgd, &Factor::Known(1.0), &updates).unwrap();
+        let found: Vec<f64> = params.iter().flat_map(values).collect();
+        assert_close("parameters", &found, &expected, 2e-6);
+    });
+}
+
+#[test]
 fn tensors_that_no_kernel_reads_are_refused() {
     with_kernels(|| {
         let matrix = wave(6, 0, DType::F32).reshape((2, 3)).unwrap();
