@@ -2,15 +2,24 @@
 //! this where a GPU is.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(
+    unsafe_code,
+    reason = "variables for CUDA and NCCL, which no other thread reads yet"
+)]
 
 mod common;
 mod metrics;
+#[expect(dead_code, reason = "other test programs need the rest")]
+#[path = "../../fsdp-comm/tests/processes/mod.rs"]
+mod processes;
+mod steps;
 
 use std::path::Path;
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use common::{fsdp, program};
 use metrics::losses;
+use processes::Ranks;
 use serde::Deserialize;
 use tempfile::TempDir;
 
@@ -115,6 +124,35 @@ fn one_gpu_has_the_losses_of_a_cpu_with_every_optimizer() {
         train(&cpu, &arguments);
         train(&gpu, &[&arguments[..], &["--device", "cuda"]].concat());
         assert_close(&losses(&gpu), &losses(&cpu));
+    }
+}
+
+/// The variable that tells a rank of [`steps`] how many GPUs there are.
+const GPUS: &str = "FSDP_TEST_GPUS";
+
+/// The program of each rank of [`steps`]. It sees one GPU, which it may share with other ranks.
+#[test]
+fn rank_process() {
+    let Ok(gpus) = std::env::var(GPUS) else {
+        return;
+    };
+    let gpus: usize = gpus.parse().unwrap();
+    let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
+    // SAFETY: this is the only test of the process, and nothing has read variables in other threads
+    // yet.
+    unsafe {
+        std::env::set_var("CUDA_VISIBLE_DEVICES", (rank % gpus).to_string());
+        // NCCL refuses two ranks of a host that use the same GPU.
+        std::env::set_var("NCCL_HOSTID", format!("host-{}", rank / gpus));
+    }
+    steps::run_rank();
+}
+
+#[test]
+fn steps_over_nccl_have_the_losses_of_a_cpu_with_every_optimizer_and_strategy() {
+    let gpus = gpus().to_string();
+    for ranks in [1, 2, 4] {
+        Ranks::start(ranks, "steps", &[(GPUS, &gpus)]).assert_casualties(&[]);
     }
 }
 
@@ -401,7 +439,7 @@ fn weights_of_gpus_go_to_three_cpus_and_back_bit_for_bit() {
 }
 
 /// The demands of one step on a GPU, counted by the stand-in.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Deserialize)]
 struct Counts {
     kernels: u64,
     memsets: u64,
@@ -411,9 +449,35 @@ struct Counts {
     copies_down: u64,
     host_waits: u64,
     bytes_allocated: u64,
+    tf32_products: u64,
+    ptx_modules: u64,
 }
 
 impl Counts {
+    /// Returns all counts, changed together with those of another one.
+    fn with(&self, other: &Counts, change: fn(u64, u64) -> u64) -> Counts {
+        Counts {
+            kernels: change(self.kernels, other.kernels),
+            memsets: change(self.memsets, other.memsets),
+            allocations: change(self.allocations, other.allocations),
+            events: change(self.events, other.events),
+            copies_up: change(self.copies_up, other.copies_up),
+            copies_down: change(self.copies_down, other.copies_down),
+            host_waits: change(self.host_waits, other.host_waits),
+            bytes_allocated: change(self.bytes_allocated, other.bytes_allocated),
+            tf32_products: change(self.tf32_products, other.tf32_products),
+            ptx_modules: change(self.ptx_modules, other.ptx_modules),
+        }
+    }
+
+    fn plus(self, other: Counts) -> Counts {
+        self.with(&other, |first, second| first + second)
+    }
+
+    fn minus(&self, other: &Counts) -> Counts {
+        self.with(other, |first, second| first - second)
+    }
+
     /// Returns `true` if no count is larger than that of `most`.
     fn is_at_most(&self, most: &Counts) -> bool {
         self.kernels <= most.kernels
@@ -427,35 +491,33 @@ impl Counts {
     }
 }
 
-/// Returns what a run of so many steps asks of its GPU; `None` on a real one, which does not count.
-fn counts_of_run(steps: u64, arguments: &[&str]) -> Option<Counts> {
+/// Returns what a run of so many steps asks of its GPUs, of all ranks together, with these first
+/// arguments of `fsdp`; `None` on a real one, which does not count.
+fn counts_of_run(steps: u64, command: &[&str], arguments: &[&str]) -> Option<Counts> {
     std::env::var_os("CUDA_STAND_IN_DEVICES")?;
     let dir = TempDir::new().unwrap();
     let file = dir.path().join("counts");
     let out = dir.path().join("run");
-    fsdp(&["train", "--device", "cuda", "--out", out.to_str().unwrap()])
+    fsdp(command)
+        .args(["--out", out.to_str().unwrap()])
         .args(["--steps", &steps.to_string(), "--sample", "0"])
         .args(arguments)
         .env("CUDA_STAND_IN_COUNTS", &file)
         .assert()
         .success();
-    Some(serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap())
+    let text = std::fs::read_to_string(file).unwrap();
+    let ranks = text.lines().map(|line| serde_json::from_str(line).unwrap());
+    Some(ranks.fold(Counts::default(), Counts::plus))
 }
 
-/// Returns what the third step of a run asks of its GPU. Both runs end with a save.
-fn counts_of_step(arguments: &[&str]) -> Option<Counts> {
-    let (two, three) = (counts_of_run(2, arguments)?, counts_of_run(3, arguments)?);
-    Some(Counts {
-        kernels: three.kernels - two.kernels,
-        memsets: three.memsets - two.memsets,
-        allocations: three.allocations - two.allocations,
-        events: three.events - two.events,
-        copies_up: three.copies_up - two.copies_up,
-        copies_down: three.copies_down - two.copies_down,
-        host_waits: three.host_waits - two.host_waits,
-        bytes_allocated: three.bytes_allocated - two.bytes_allocated,
-    })
+/// Returns what the third step of a run asks of its GPUs. Both runs end with a save.
+fn counts_of_step(command: &[&str], arguments: &[&str]) -> Option<Counts> {
+    let two = counts_of_run(2, command, arguments)?;
+    let three = counts_of_run(3, command, arguments)?;
+    Some(three.minus(&two))
 }
+
+const ONE_RANK: [&str; 3] = ["train", "--device", "cuda"];
 
 const TWELVE_BLOCKS: [&str; 10] = [
     "--layers", "12", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "2",
@@ -469,7 +531,7 @@ fn a_step_asks_little_of_the_gpu() {
         &["--mixed-precision", "bf16", "--clip-grad-norm", "0.5"],
     ]
     .concat();
-    let Some(counts) = counts_of_step(&bf16) else {
+    let Some(counts) = counts_of_step(&ONE_RANK, &bf16) else {
         return;
     };
     let most = Counts {
@@ -481,6 +543,7 @@ fn a_step_asks_little_of_the_gpu() {
         copies_down: 1,
         host_waits: 1,
         bytes_allocated: 1_000_000,
+        ..Counts::default()
     };
     assert!(counts.is_at_most(&most), "{counts:?} is more than {most:?}");
 }
@@ -492,7 +555,7 @@ fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
         let seq = seq.to_string();
         let mut arguments = vec!["--layers", "2", "--heads", "4", "--hidden", "16"];
         arguments.extend(["--batch", "1", "--mixed-precision", "bf16", "--seq", &seq]);
-        Some(counts_of_step(&arguments)?.bytes_allocated)
+        Some(counts_of_step(&ONE_RANK, &arguments)?.bytes_allocated)
     };
     let lengths = [64, 128, 256, 512];
     let Some(bytes) = lengths
@@ -508,6 +571,74 @@ fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
         let ratio = pair[1] as f64 / pair[0] as f64;
         assert!((1.9..2.1).contains(&ratio), "{bytes:?} for {lengths:?}");
     }
+}
+
+/// Two ranks over NCCL: the host of each waits once in a step, for the losses and its part of the
+/// norm, which come down together. Nothing else goes through the host, however many parameters and
+/// units there are.
+#[test]
+fn a_step_over_nccl_waits_once_whatever_the_model_and_the_optimizer() {
+    let program = program();
+    let command = [
+        "launch",
+        "--nproc",
+        "2",
+        "--",
+        program.to_str().unwrap(),
+        "train",
+        "--backend",
+        "nccl",
+    ];
+    for optimizer in ["adamw", "adafactor", "muon"] {
+        let of_layers = |layers| {
+            let model = ["--layers", layers, "--optimizer", optimizer];
+            counts_of_step(&command, &[&TINY[2..], &model].concat())
+        };
+        let (Some(small), Some(large)) = (of_layers("1"), of_layers("4")) else {
+            return;
+        };
+        println!("{optimizer}: {small:?} with 1 block, {large:?} with 4");
+        assert_eq!([small.host_waits, large.host_waits], [2, 2], "{optimizer}");
+        assert_eq!(
+            [small.copies_down, large.copies_down],
+            [2, 2],
+            "{optimizer}"
+        );
+        // candle tells kernels the shapes of what they reduce and broadcast by a copy.
+        if optimizer == "adamw" {
+            assert_eq!(small.copies_up, large.copies_up, "{optimizer}");
+        }
+    }
+}
+
+#[test]
+fn products_use_tf32_only_if_that_is_allowed() {
+    for (option, precision, uses_tf32) in [
+        (&[][..], "", false),
+        (&["--allow-tf32"], "", true),
+        (&["--allow-tf32"], "bf16", false),
+    ] {
+        let mut arguments = [&TINY[..], option].concat();
+        if !precision.is_empty() {
+            arguments.extend(["--mixed-precision", precision]);
+        }
+        let Some(counts) = counts_of_run(1, &ONE_RANK, &arguments) else {
+            return;
+        };
+        assert_eq!(counts.tf32_products > 0, uses_tf32, "{arguments:?}");
+    }
+}
+
+/// The first step on a machine compiles the modules of candle's kernels that a run needs, which
+/// come as PTX. Those of this project need none of that.
+#[test]
+fn few_modules_have_to_be_compiled_for_the_first_step() {
+    let Some(one) = counts_of_run(1, &ONE_RANK, &TINY) else {
+        return;
+    };
+    let three = counts_of_run(3, &ONE_RANK, &TINY).unwrap();
+    assert_eq!(one.ptx_modules, three.ptx_modules);
+    assert!(one.ptx_modules <= 5, "{one:?}");
 }
 
 /// The stand-in for a GPU can be given too little memory for the model.

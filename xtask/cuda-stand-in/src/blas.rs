@@ -31,6 +31,9 @@ const F64: c_int = 1;
 const F16: c_int = 2;
 const BF16: c_int = 14;
 
+/// NVIDIA's number of the arithmetic in `f32` whose factors are rounded to TF32.
+const FAST_TF32: c_int = 77;
+
 /// The value of an operation that takes a matrix as it is.
 const PLAIN: c_int = 0;
 
@@ -227,6 +230,9 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
         alpha,
         beta,
     };
+    if compute_type == FAST_TF32 && c_type == F32 {
+        count(Counted::Tf32Products);
+    }
     begin(handle, c_type, product)
 }
 
@@ -238,7 +244,7 @@ unsafe fn factor(of: *const c_void, compute_type: c_int) -> Option<f64> {
     // SAFETY: the caller's promise.
     Some(match compute_type {
         64 => unsafe { of.cast::<f16>().read() }.to_f64(),
-        68 | 74 | 75 | 77 => f64::from(unsafe { of.cast::<f32>().read() }),
+        68 | 74 | 75 | FAST_TF32 => f64::from(unsafe { of.cast::<f32>().read() }),
         70 => unsafe { of.cast::<f64>().read() },
         _ => return None,
     })

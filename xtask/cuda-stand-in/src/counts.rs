@@ -44,10 +44,14 @@ pub(crate) enum Counted {
     HostWaits,
     /// Calls that made a stream wait for an event.
     StreamWaits,
+    /// Matrix products of `f32` in TF32.
+    Tf32Products,
+    /// Modules that are loaded as PTX, which a driver has to compile.
+    PtxModules,
 }
 
 /// The names of what is counted, in the order of [`Counted`].
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 15] = [
     "kernels",
     "memsets",
     "allocations",
@@ -61,6 +65,8 @@ const NAMES: [&str; 13] = [
     "bytes_pinned",
     "host_waits",
     "stream_waits",
+    "tf32_products",
+    "ptx_modules",
 ];
 
 /// The counts of the process.

@@ -53,12 +53,12 @@ unsafe extern "C" fn cuModuleLoadData(made: *mut Handle, image: *const c_void) -
             say(&format!("kernels cannot be loaded: {error}"));
             return code::INVALID_VALUE;
         }
-        // SAFETY: this is a string.
-        None => Module::Text(
-            unsafe { CStr::from_ptr(image.cast()) }
-                .to_string_lossy()
-                .into(),
-        ),
+        None => {
+            count(Counted::PtxModules);
+            // SAFETY: this is a string.
+            let text = unsafe { CStr::from_ptr(image.cast()) };
+            Module::Text(text.to_string_lossy().into())
+        }
     };
     // SAFETY: the caller's pointer.
     answer(current().and_then(|_| unsafe { give(made, MODULES.add(module)) }))

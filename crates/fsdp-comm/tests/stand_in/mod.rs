@@ -33,6 +33,10 @@ pub(crate) struct Demands {
     pub(crate) host_waits: u64,
     /// Calls that made a stream wait for an event.
     pub(crate) stream_waits: u64,
+    /// Matrix products of `f32` in TF32.
+    pub(crate) tf32_products: u64,
+    /// Modules that were loaded as PTX.
+    pub(crate) ptx_modules: u64,
 }
 
 impl Demands {
