@@ -14,6 +14,7 @@ import shutil
 import statistics
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ def save_and_load(model, optimizer, options, rank):
 
 
 def limits(file):
-    """Returns the speed of a copy from the GPU to pinned memory, and of a plain write by one thread."""
+    """Returns the speed of a copy from the GPU to pinned memory, and of plain writes and reads: by one thread, and by eight."""
     size = 1 << 30
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -136,10 +137,34 @@ def limits(file):
         clock.restart()
         target.copy_(source)
         copies.append(clock.seconds())
-    clock.restart()
-    with open(file, "wb", buffering=0) as raw:
-        raw.write(memoryview(target.numpy()))
-    return {"copy_gb_s": round(size / min(copies) / 1e9, 1), "write_gb_s": round(size / clock.seconds() / 1e9, 2)}
+    figures = {"copy_gb_s": round(size / min(copies) / 1e9, 1)}
+    data = memoryview(target.numpy())
+
+    def move(move_part, threads):
+        """Moves all parts of the file, and returns the speed."""
+        part = size // threads
+        clock.restart()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda index: move_part(data[index * part : (index + 1) * part], index * part), range(threads)))
+        return round(size / clock.seconds() / 1e9, 2)
+
+    def write(part, offset):
+        with open(file, "r+b", buffering=0) as raw:
+            raw.seek(offset)
+            raw.write(part)
+
+    def read(part, offset):
+        with open(file, "rb", buffering=0) as raw:
+            raw.seek(offset)
+            raw.readinto(part)
+
+    for threads in (1, 8):
+        with open(file, "wb"):
+            pass
+        figures[f"write_{threads}_gb_s"] = move(write, threads)
+        figures[f"read_{threads}_gb_s"] = move(read, threads)
+    os.remove(file)
+    return figures
 
 
 def main():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of at most four minutes: the tests, steps and saves beside PyTorch, and the times
-# of kernels.
+# Everything that needs a GPU, in one call of at most four minutes: the tests, steps, saves and loads beside PyTorch, and the
+# times of kernels.
 #
 #   bench.sh [tests|steps|saves|ranks|kernels]...
 #
@@ -147,7 +147,7 @@ torch() {
   [[ -n $packages ]] || { fail "torch $name: python3 has no torch"; return; }
   limited 60 "$@" >"$log" 2>&1
   status=$?
-  grep -o 'TORCH .*' "$log"
+  grep -oE '(TORCH|STORAGE) .*' "$log"
   ((status == 0)) || fail "torch $name: $(ending "$status" "$log")"
 }
 
@@ -172,6 +172,8 @@ steps() {
   theirs small-f32 "${small[@]}" --steps 30
   ours small-bf16 "$tokens" "${small[@]}" --steps 30 --mixed-precision bf16
   theirs small-bf16 "${small[@]}" --steps 30 --bf16
+  # As on a machine on which nothing has run yet: the driver compiles what comes as PTX.
+  CUDA_CACHE_DISABLE=1 ours small-bf16-uncompiled "$tokens" "${small[@]}" --steps 8 --mixed-precision bf16
   tokens=$(tokens_of "${big[@]}")
   ours big-f32 "$tokens" "${big[@]}" --steps 20
   theirs big-f32 "${big[@]}" --steps 20
@@ -184,10 +186,21 @@ saves() {
   local tokens
   tokens=$(tokens_of "${big[@]}")
   ours big-saves "$tokens" "${big[@]}" --steps 20 --mixed-precision bf16 --save-every 8
+  # The trace tells the time of the load alone.
+  limited 60 "$here/fsdp" train --device cuda --resume --steps 21 --data "$text" --sample 0 --no-progress \
+    --trace "$scratch/load.json" --out "$scratch/run" >"$out/ours-big-load.log" 2>&1 ||
+    fail "ours big-load: $(ending $? "$out/ours-big-load.log")"
+  python3 "$here/figures.py" load big-load "$scratch"/load*.json
   ours big-async-saves "$tokens" "${big[@]}" --steps 24 --mixed-precision bf16 --save-every 8 --async-save
   rm -rf "$scratch/run"
   theirs big-bf16-saves "${big[@]}" --steps 20 --bf16 --save "$scratch/torch"
   rm -rf "$scratch"/torch*
+  # The classes that torch's own functions can save and load with.
+  if python3 -c 'import fsdp_checkpoint' 2>/dev/null; then
+    torch storage python3 "$here/storage.py" "$scratch"
+  else
+    echo "there is no wheel of fsdp_checkpoint: its storage classes are not compared"
+  fi
 }
 
 # Two ranks over NCCL on the one GPU.
@@ -202,9 +215,14 @@ ranks() {
   done
 }
 
-# The times of the kernels of about one step: the first step is skipped.
+# The times of the operations, and those of the kernels of about one step: the first step is skipped.
 kernels() {
-  local log=$out/kernels.log status
+  local log=$out/kernel-times.log status
+  limited 60 "$here/kernel_times" >"$log" 2>&1
+  status=$?
+  grep '^KERNEL ' "$log"
+  ((status == 0)) || fail "kernel times: $(ending "$status" "$log")"
+  log=$out/kernels.log
   command -v ncu >/dev/null || { fail "kernels: there is no ncu here"; return; }
   limited 100 ncu --target-processes all --clock-control none --cache-control none --metrics gpu__time_duration.sum \
     --launch-skip "${SKIP:-2000}" --launch-count "${COUNT:-3000}" --csv --log-file "$out/kernels.csv" \

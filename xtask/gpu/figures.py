@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """The figures of `bench.sh`, each run in a line.
 
-  figures.py steps RUN NAME TOKENS MEMORY    a run of `fsdp train`: its median step without start-up, and its saves
+  figures.py steps RUN NAME TOKENS MEMORY    a run of `fsdp train`: its median step without start-up, its first
+                                             step, and its saves
+  figures.py load NAME TRACE...              the traces of a run that has loaded a checkpoint: the time of the load
   figures.py kernels FILE                    the CSV file of `ncu`: the kernels that take longest
 """
 import collections
@@ -29,6 +31,8 @@ def print_steps(run, name, tokens, memory):
         return
     step = statistics.median(seconds)
     figures = [f"step {step * 1e3:.1f} ms", f"{float(tokens) / step:.0f} tokens/s", f"loss {steps[-1]['loss']:.4f}"]
+    # It loads the kernels that a step needs.
+    figures.append(f"first step {float(tokens) / steps[0]['tokens_per_s']:.2f} s")
     used = [int(number) for number in re.findall(r"\d+", Path(memory).read_text())]
     if used:
         figures.append(f"peak {max(used)} MiB")
@@ -36,6 +40,18 @@ def print_steps(run, name, tokens, memory):
         if event["event"] == "checkpoint":
             figures.append(f"save {event['seconds']:.3f} s, of which steps waited {event['stall_seconds']:.3f}")
     print(f"OURS {name}: {'; '.join(figures)}")
+
+
+def print_load(name, *traces):
+    seconds = []
+    for trace in traces:
+        begun = {}
+        for event in json.loads(Path(trace).read_text()):
+            if event["name"] == "load" and event["ph"] == "B":
+                begun[event["tid"]] = event["ts"]
+            elif event["name"] == "load" and event["ph"] == "E" and event["tid"] in begun:
+                seconds.append((event["ts"] - begun.pop(event["tid"])) / 1e6)
+    print(f"OURS {name}: load {max(seconds):.3f} s" if seconds else f"OURS {name}: there is no load in the trace")
 
 
 def print_kernels(file):
@@ -53,4 +69,4 @@ def print_kernels(file):
 
 
 if __name__ == "__main__":
-    {"steps": print_steps, "kernels": print_kernels}[sys.argv[1]](*sys.argv[2:])
+    {"steps": print_steps, "load": print_load, "kernels": print_kernels}[sys.argv[1]](*sys.argv[2:])

@@ -10,12 +10,16 @@ use serde::Deserialize;
 use crate::shell::{output, program, run, say};
 
 /// The scripts, each with its name in the bundle: one that runs everything, and what it needs.
-const SCRIPTS: [(&str, &str); 4] = [
+const SCRIPTS: [(&str, &str); 5] = [
     ("xtask/gpu/bench.sh", "bench.sh"),
     ("xtask/gpu/figures.py", "figures.py"),
+    ("xtask/gpu/storage.py", "storage.py"),
     ("tests/interop/gpt_gpu.py", "gpt_gpu.py"),
     ("tests/interop/gpt_fsdp.py", "gpt_fsdp.py"),
 ];
+
+/// The bench of the kernels, which is a program of its own.
+const KERNEL_TIMES: &str = "kernel_times";
 
 /// The most bytes of the packed bundle. It has to travel to machines that are lent for minutes.
 const MOST_BYTES: u64 = 40_000_000;
@@ -37,6 +41,7 @@ pub(super) fn build(root: &Path, directory: &Path, tests: &[&str]) -> Result<()>
         .args(["test", "--release", "--no-run", "--locked"])
         .args(["--message-format", "json-render-diagnostics"])
         .args(tests)
+        .args(["--bench", KERNEL_TIMES])
         .arg("--target-dir")
         .arg(root.join("target/gpu"))
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
@@ -110,21 +115,16 @@ struct BuiltProgram {
     executable: PathBuf,
     manifest_path: PathBuf,
     target: BuiltTarget,
-    profile: BuiltProfile,
 }
 
 #[derive(Deserialize)]
 struct BuiltTarget {
     name: String,
+    kind: Vec<String>,
 }
 
-#[derive(Deserialize)]
-struct BuiltProfile {
-    test: bool,
-}
-
-/// Returns the programs that cargo's messages name, each with a name of its own: its package's and
-/// its target's.
+/// Returns the programs that cargo's messages name, each with a name of its own: its target's, for
+/// tests after its package's.
 fn programs(messages: &str) -> Vec<(String, PathBuf)> {
     let mut programs = Vec::new();
     for line in messages.lines() {
@@ -133,7 +133,7 @@ fn programs(messages: &str) -> Vec<(String, PathBuf)> {
         };
         // Several packages have tests of one name.
         let mut name = built.target.name;
-        if built.profile.test
+        if built.target.kind == ["test"]
             && let Some(package) = built.manifest_path.iter().rev().nth(1)
         {
             name = format!("{}-{name}", package.display());
@@ -153,22 +153,23 @@ mod tests {
 
     #[test]
     fn programs_get_names_that_differ() {
-        let message = |package: &str, target: &str, test: bool| {
+        let message = |package: &str, target: &str, kind: &str| {
             format!(
-                r#"{{"manifest_path":"p/{package}/Cargo.toml","target":{{"name":"{target}"}},"profile":{{"test":{test}}},"executable":"x/{target}"}}"#
+                r#"{{"manifest_path":"p/{package}/Cargo.toml","target":{{"name":"{target}","kind":["{kind}"]}},"executable":"x/{target}"}}"#
             )
         };
         let lines = [
-            message("a", "gpu", true),
-            message("b", "gpu", true),
-            message("c", "fsdp", false),
+            message("a", "gpu", "test"),
+            message("b", "gpu", "test"),
+            message("c", "fsdp", "bin"),
+            message("c", KERNEL_TIMES, "bench"),
             "{}".to_owned(),
         ];
         let found: Vec<String> = programs(&lines.join("\n"))
             .into_iter()
             .map(|(name, _)| name)
             .collect();
-        assert_eq!(found, ["a-gpu", "b-gpu", "fsdp"]);
+        assert_eq!(found, ["a-gpu", "b-gpu", "fsdp", KERNEL_TIMES]);
     }
 
     #[test]
@@ -211,14 +212,17 @@ mod tests {
             ("fsdp", "[ $1 = --version ] || { echo it breaks; exit 3; }"),
             ("fsdp-a-cuda", "echo 'test result: ok'"),
             ("fsdp-b-gpu", "echo 'test result: FAILED'; exit 101"),
+            (KERNEL_TIMES, "echo 'KERNEL softmax: 1 us'"),
         ];
-        let (text, is_success) = bench(&programs, &["tests", "steps", "saves"]);
+        let (text, is_success) = bench(&programs, &["tests", "steps", "saves", "kernels"]);
         for line in [
             "TEST fsdp-a-cuda",
             "FAILED test fsdp-b-gpu: status 101: test result: FAILED",
             "FAILED ours small-f32: status 3: it breaks",
             "FAILED torch big-tf32",
             "FAILED ours big-saves: status 3",
+            "FAILED ours big-load: status 3",
+            "KERNEL softmax: 1 us",
         ] {
             assert!(text.contains(line), "no `{line}` in {text}");
         }

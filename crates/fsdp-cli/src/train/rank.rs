@@ -154,7 +154,8 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         run.scaler = Some(GradScaler::new(GradScalerOptions::default())?);
     }
     if let Some(resume) = resume {
-        restore(&resume, &mut checkpoints.checkpointer, &mut run)
+        info_span!("load", rank = run.model.group().rank())
+            .in_scope(|| restore(&resume, &mut checkpoints.checkpointer, &mut run))
             .map_err(|error| with_damage_context(error, &resume.path))?;
         // The last rank that closes it lets it be removed.
         job.lock_resume().take();
