@@ -1,5 +1,5 @@
 // Update rules of optimizers: the formulas of `fsdp-nn/src/algorithm`, one launch for a step of
-// many parameters.
+// many parameters. That of Adafactor is in `factored.cu`.
 //
 // The tensors of a piece are the parameter, its gradient, and its state. All have one type; half
 // types are computed in f32 and rounded once a step. Gradients are multiplied first: by the factor
@@ -163,6 +163,22 @@ DEVICE void schedule_free(const Pieces& pieces, float factor, double weight_deca
     });
 }
 
+/// Writes a sum of two tensors, each multiplied by a factor, to another one.
+template <class T> DEVICE void combine(const Pieces& pieces, float x_factor, float y_factor) {
+    Chunk chunk = chunk_of_block(pieces);
+    T* sums = pieces.tensor<T>(0, chunk.piece);
+    const T* x = pieces.tensor<T>(1, chunk.piece);
+    const T* y = pieces.tensor<T>(2, chunk.piece);
+    for_chunk<PACK<T>>(chunk, fits<PACK<T>>(sums, x, y), [&](int64_t at, auto n) {
+        auto values = load<n>(x + at);
+        auto others = load<n>(y + at);
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+            values[i] = fmaf(y_factor, others[i], product(values[i], x_factor));
+        store<n>(sums + at, values);
+    });
+}
+
 /// Returns true if a step changes nothing, because gradients are not finite.
 DEVICE bool is_skipped(const Clipping* clipping) { return clipping && clipping->skip; }
 
@@ -172,6 +188,9 @@ DEVICE float factor_of(const Clipping* clipping, double factor) {
 }
 
 #define OPTIMIZERS(T)                                                                          \
+    KERNEL(combine_##T, IN_PLACE Pieces pieces, double x_factor, double y_factor) {            \
+        combine<T>(pieces, float(x_factor), float(y_factor));                                  \
+    }                                                                                          \
     KERNEL(adam_##T, IN_PLACE Pieces pieces, const Clipping* clipping, double factor,          \
            int maximize, double weight_decay, double keep, double beta1, double beta2,         \
            double eps, double step_size, double correction) {                                  \

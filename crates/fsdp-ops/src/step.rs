@@ -5,10 +5,14 @@
 //! All tensors must be contiguous and on one GPU for which [`has_kernels`] is `true`. Work is
 //! queued in the GPU's stream; the host waits for nothing.
 
+mod factored;
+
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::kernels::pieces::{Piece, launches, name_of_write};
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Pieces, Runner, run_on};
+
+pub use factored::Factored;
 
 /// The most blocks of launches that write what they read.
 const MOST_BLOCKS: usize = 1 << 16;
@@ -222,6 +226,27 @@ pub fn scale(tensors: &[Tensor], factor: f64) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// Returns the sum of two tensors of one shape and dtype, each multiplied by a factor, rounded once.
+///
+/// # Errors
+/// CUDA's; dtypes without kernels.
+pub fn combine(x: &Tensor, x_factor: f64, y: &Tensor, y_factor: f64) -> Result<Tensor> {
+    let numel = x.elem_count();
+    let runner = Runner::on(x.device());
+    let sums = runner.tensor(runner.allocate(x.dtype(), numel)?, x.shape())?;
+    let mut piece = Piece::new(numel);
+    for (position, tensor) in [&sums, x, y].into_iter().enumerate() {
+        if tensor.dtype() != x.dtype() {
+            candle_core::bail!("a sum of {:?} and {:?}", x.dtype(), tensor.dtype());
+        }
+        piece.set(position, tensor)?;
+    }
+    let kernel = Kernel(Module::Optimizer, "combine", Some(x.dtype()));
+    let factors = [x_factor, y_factor].map(Argument::Double);
+    launch(x.device(), kernel, &[piece], &factors)?;
+    Ok(sums)
 }
 
 /// The update rule of an optimizer, with the numbers of one step.

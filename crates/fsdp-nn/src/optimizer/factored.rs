@@ -4,6 +4,7 @@ use candle_core::{D, DType, Device, Tensor, WithDType};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
+use fsdp_ops::step;
 
 use super::local::{BEGUN, LocalParam, LocalState};
 use super::on_device::store;
@@ -249,23 +250,70 @@ impl Update<'_> {
         if param.device().is_cpu() {
             return self.new_values_on_host(param, grad, &averages);
         }
-        let update = GpuUpdate {
-            options: self.options,
-            step: self.step.into(),
-            eps: self.options.first_eps(self.local.handle.file_dtype()),
-        };
         let (param, grad) = (param.reshape(self.shape)?, grad.reshape(self.shape)?);
         let mut shaped = Vec::with_capacity(averages.len());
         for (average, (_, shape)) in averages.into_iter().zip(average_shapes(self.shape)) {
             // A parameter that has elements has averages.
             shaped.extend(average.map(|average| average.reshape(shape)).transpose()?);
         }
-        let averages = update.new_averages(&shaped, &grad)?;
-        let param = update.new_param(&param, &grad, &averages)?;
+        let (param, averages) = if step::has_kernels(param.device(), param.dtype())? {
+            self.numbers().step(&param, &grad, &shaped)?
+        } else {
+            self.composed(&param, &grad, &shaped)?
+        };
         let values = std::iter::once(param).chain(averages);
         values
             .map(|value| Ok(Some(value.flatten_all()?)))
             .collect::<Result<_>>()
+    }
+
+    /// Returns the numbers of the update, as kernels take them.
+    fn numbers(&self) -> step::Factored {
+        let options = self.options;
+        let rate = options.rate(self.step.into());
+        step::Factored {
+            rate: if options.maximize { -rate } else { rate },
+            keep: 1.0 - options.lr * options.weight_decay,
+            weight: f64::from(self.step).powf(options.beta2_decay),
+            eps: options.first_eps(self.local.handle.file_dtype()),
+            least_scale: options.eps.1,
+            threshold: options.d,
+        }
+    }
+
+    /// Returns a parameter and its averages, in their shapes, after the update: by candle's
+    /// operations, on a GPU without kernels for it.
+    fn composed(
+        &self,
+        param: &Tensor,
+        grad: &Tensor,
+        averages: &[Tensor],
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        let numbers = self.numbers();
+        let squares = grad.sqr()?;
+        let means = match averages {
+            [_, _] => vec![
+                squares.mean_keepdim(D::Minus1)?,
+                squares.mean_keepdim(D::Minus2)?,
+            ],
+            _ => vec![squares],
+        };
+        let mut moved = Vec::with_capacity(averages.len());
+        for (average, mean) in averages.iter().zip(means) {
+            moved.push(((average * (1.0 - numbers.weight))? + (mean * numbers.weight)?)?);
+        }
+        let estimate = match moved.as_slice() {
+            [rows, columns] => {
+                let mean = rows.mean_keepdim(D::Minus2)?.maximum(numbers.eps)?;
+                rows.broadcast_mul(columns)?.broadcast_div(&mean)?
+            }
+            moved => moved[0].clone(),
+        };
+        let direction = (grad / estimate.maximum(numbers.eps * numbers.eps)?.sqrt()?)?;
+        let alpha = (root_mean_square(param)?.maximum(numbers.least_scale)? * numbers.rate)?;
+        let excess = (root_mean_square(&direction)? / numbers.threshold)?.maximum(1.0)?;
+        let change = direction.broadcast_mul(&(alpha / excess)?)?;
+        Ok((((param * numbers.keep)? - change)?, moved))
     }
 
     /// Computes the update on the host, in `f64`.
@@ -294,56 +342,6 @@ impl Update<'_> {
                 Ok(Some(Tensor::from_vec(values, numel, &Device::Cpu)?))
             })
             .collect::<Result<_>>()
-    }
-}
-
-/// The numbers of one update on a GPU, by candle's operations.
-struct GpuUpdate<'a> {
-    options: &'a AdafactorOptions,
-    step: f64,
-    /// The first `eps`.
-    eps: f64,
-}
-
-impl GpuUpdate<'_> {
-    /// Returns the averages after a step with this gradient.
-    fn new_averages(&self, averages: &[Tensor], grad: &Tensor) -> Result<Vec<Tensor>> {
-        let squares = grad.sqr()?;
-        let means = match averages {
-            [_, _] => vec![
-                squares.mean_keepdim(D::Minus1)?,
-                squares.mean_keepdim(D::Minus2)?,
-            ],
-            _ => vec![squares],
-        };
-        let weight = self.step.powf(self.options.beta2_decay);
-        let mut moved = Vec::with_capacity(averages.len());
-        for (average, mean) in averages.iter().zip(means) {
-            moved.push(((average * (1.0 - weight))? + (mean * weight)?)?);
-        }
-        Ok(moved)
-    }
-
-    /// Returns the parameter after a step with this gradient, whose averages are new already.
-    fn new_param(&self, param: &Tensor, grad: &Tensor, averages: &[Tensor]) -> Result<Tensor> {
-        let options = self.options;
-        let rate = options.rate(self.step);
-        let alpha = (root_mean_square(param)?.maximum(options.eps.1)? * rate)?;
-        let estimate = match averages {
-            [rows, columns] => {
-                let mean = rows.mean_keepdim(D::Minus2)?.maximum(self.eps)?;
-                rows.broadcast_mul(columns)?.broadcast_div(&mean)?
-            }
-            averages => averages[0].clone(),
-        };
-        let update = (grad / estimate.maximum(self.eps * self.eps)?.sqrt()?)?;
-        let excess = (root_mean_square(&update)? / options.d)?.maximum(1.0)?;
-        let mut change = update.broadcast_mul(&(alpha / excess)?)?;
-        if options.maximize {
-            change = change.neg()?;
-        }
-        let kept = (param * (1.0 - options.lr * options.weight_decay))?;
-        Ok((kept - change)?)
     }
 }
 

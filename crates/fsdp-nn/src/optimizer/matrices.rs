@@ -7,7 +7,7 @@ use half::bf16;
 
 use super::local::{BEGUN, LocalParam, LocalState};
 use super::newton_schulz::orthogonalize;
-use super::on_device::{store, widen};
+use super::on_device::{combine, store, widen};
 use super::owners::{
     GroupStep, Owned, Part, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
@@ -121,10 +121,11 @@ fn update_momentum(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> R
         return Ok(Tensor::from_vec(direction, numel, &Device::Cpu)?);
     }
     let grad = widen(grad)?;
-    let average = lerp(&widen(momentum)?, &grad, 1.0 - options.momentum)?;
+    let past = options.momentum;
+    let average = combine(&widen(momentum)?, past, &grad, 1.0 - past)?;
     store(momentum, &average)?;
     let direction = if options.nesterov {
-        lerp(&grad, &average, options.momentum)?
+        combine(&grad, 1.0 - past, &average, past)?
     } else {
         average
     };
@@ -133,11 +134,6 @@ fn update_momentum(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> R
 
 fn to_bf16<T: Scalar>(value: T) -> bf16 {
     bf16::from_f64(candle_core::WithDType::to_f64(value))
-}
-
-/// Moves from one tensor towards another by a weight.
-fn lerp(start: &Tensor, end: &Tensor, weight: f64) -> Result<Tensor> {
-    Ok(((start * (1.0 - weight))? + (end * weight)?)?)
 }
 
 /// Steps this rank's part of a matrix.
@@ -160,9 +156,10 @@ fn descend(
         });
     }
     let wide = widen(&param)?;
-    let descent = (direction.to_dtype(wide.dtype())? * options.adjusted_lr(shape))?;
-    let kept = (wide * (1.0 - options.lr * options.weight_decay))?;
-    Ok(store(&param, &(kept - descent)?)?)
+    let direction = direction.to_dtype(wide.dtype())?;
+    let kept = 1.0 - options.lr * options.weight_decay;
+    let stepped = combine(&wide, kept, &direction, -options.adjusted_lr(shape))?;
+    Ok(store(&param, &stepped)?)
 }
 
 /// Orthogonalizes the directions of the matrices that this rank has gathered, because it owns them.

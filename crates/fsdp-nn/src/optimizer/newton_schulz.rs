@@ -1,6 +1,7 @@
 //! The direction of Muon's steps.
 
 use candle_core::{DType, Result, Tensor};
+use fsdp_ops::step;
 use half::bf16;
 
 use crate::algorithm::MuonOptions;
@@ -21,18 +22,36 @@ pub(super) fn orthogonalize(options: &MuonOptions, matrix: &Tensor) -> Result<Te
     };
     // The iteration converges only from a matrix whose norm is at most 1.
     x = round_tensor(&normalize(&x, options.eps)?)?;
+    let has_kernels = step::has_kernels(x.device(), DType::BF16)?;
+    if has_kernels {
+        x = x.to_dtype(DType::BF16)?;
+    }
     for _ in 0..options.ns_steps {
-        let factor = factor_of(&x)?;
-        let gram = round_tensor(&product(&factor, &factor.t()?)?)?;
-        let gram_factor = factor_of(&gram)?;
-        let squared = product(&gram_factor, &gram_factor)?;
-        let update = round_tensor(&((&gram * b)? + (squared * c)?)?)?;
-        x = round_tensor(&((&x * a)? + product(&factor_of(&update)?, &factor)?)?)?;
+        x = if has_kernels {
+            iterate_by_kernels((a, b, c), &x)?
+        } else {
+            iterate((a, b, c), &x)?
+        };
     }
     if is_tall {
         x = x.t()?.contiguous()?;
     }
     x.to_dtype(DType::BF16)
+}
+
+/// Returns the next matrix of the iteration.
+fn iterate((a, b, c): (f64, f64, f64), x: &Tensor) -> Result<Tensor> {
+    let gram = round_tensor(&x.matmul(&x.t()?)?)?;
+    let update = round_tensor(&((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;
+    round_tensor(&((x * a)? + update.matmul(x)?)?)
+}
+
+/// Returns the next matrix of the iteration, in `bf16`, which GPUs multiply many times as fast as
+/// `f32`. They add up in `f32` all the same, and round each product.
+fn iterate_by_kernels((a, b, c): (f64, f64, f64), x: &Tensor) -> Result<Tensor> {
+    let gram = x.matmul(&x.t()?)?;
+    let update = step::combine(&gram, b, &gram.matmul(&gram)?, c)?;
+    step::combine(x, a, &update.matmul(x)?, 1.0)
 }
 
 /// Divides a matrix by its norm, or by `eps` if that is larger.
@@ -44,21 +63,6 @@ fn normalize(x: &Tensor, eps: f64) -> Result<Tensor> {
     }
     let norm = f64::from(squares.to_scalar::<f32>()?).sqrt();
     x / round_scalar(norm).max(round_scalar(eps))
-}
-
-/// Returns a matrix whose elements `bf16` holds as a factor of products: GPUs multiply `bf16` many
-/// times as fast as `f32`, and add up in `f32` all the same.
-fn factor_of(matrix: &Tensor) -> Result<Tensor> {
-    if matrix.device().is_cpu() {
-        Ok(matrix.clone())
-    } else {
-        matrix.to_dtype(DType::BF16)
-    }
-}
-
-/// Multiplies matrices, which [`factor_of`] has returned.
-fn product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
-    left.matmul(right)?.to_dtype(DType::F32)
 }
 
 /// Rounds a tensor to bf16. The result is `f32` again.

@@ -191,6 +191,15 @@ pub(super) fn widen(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Returns the sum of two tensors of one shape and dtype, each multiplied by a factor: by one
+/// kernel if there is one.
+pub(super) fn combine(x: &Tensor, x_factor: f64, y: &Tensor, y_factor: f64) -> Result<Tensor> {
+    if step::has_kernels(x.device(), x.dtype())? {
+        return step::combine(x, x_factor, y, y_factor);
+    }
+    (x * x_factor)? + (y * y_factor)?
+}
+
 /// Writes a value into a tensor, rounded to the tensor's dtype.
 pub(super) fn store(target: &Tensor, value: &Tensor) -> Result<()> {
     target.slice_set(&value.to_dtype(target.dtype())?.contiguous()?, 0, 0)

@@ -1,6 +1,6 @@
 //! Launches over pieces: stretches of elements that several tensors have in common.
 
-use candle_core::{DType, Result, Storage, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::argument::{MAX_PIECES, MAX_TENSORS, Pieces, to_int};
 use super::cuda;
@@ -38,33 +38,8 @@ impl Piece {
     /// # Errors
     /// A tensor that is not contiguous, of another length, or in memory that kernels do not reach.
     pub(crate) fn set(&mut self, position: usize, tensor: &Tensor) -> Result<()> {
-        let (storage, layout) = tensor.storage_and_layout();
-        if layout.contiguous_offsets().is_none() || tensor.elem_count() != self.count {
-            candle_core::bail!(
-                "a kernel needs {} elements one after the other, and a tensor has {:?}",
-                self.count,
-                layout
-            );
-        }
-        self.set_address(
-            position,
-            &storage,
-            &Operand::new(&storage, layout, "kernel")?,
-        )
-    }
-
-    /// Adds fresh memory, from its element `start` on, to the piece.
-    ///
-    /// # Errors
-    /// Memory that kernels do not reach.
-    pub(crate) fn set_address(
-        &mut self,
-        position: usize,
-        storage: &Storage,
-        operand: &Operand<'_>,
-    ) -> Result<()> {
-        self.addresses[position] = address(operand)?;
-        self.sizes[position] = storage.dtype().size_in_bytes();
+        self.addresses[position] = contiguous_address(tensor, self.count)?;
+        self.sizes[position] = tensor.dtype().size_in_bytes();
         Ok(())
     }
 
@@ -76,6 +51,20 @@ impl Piece {
                 && earlier.addresses[tensor] + bytes as u64 == self.addresses[tensor]
         })
     }
+}
+
+/// Returns the address of the first of so many elements of a tensor, which lie one after the other.
+///
+/// # Errors
+/// A tensor that is not contiguous, of another length, or in memory that kernels do not reach.
+pub(crate) fn contiguous_address(tensor: &Tensor, count: usize) -> Result<u64> {
+    let (storage, layout) = tensor.storage_and_layout();
+    if layout.contiguous_offsets().is_none() || tensor.elem_count() != count {
+        candle_core::bail!(
+            "a kernel needs {count} elements one after the other, and a tensor has {layout:?}"
+        );
+    }
+    address(&Operand::new(&storage, layout, "kernel")?)
 }
 
 /// Returns the address of a tensor's first element.

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::host::with_kernels;
 use crate::step::{
-    Factor, Part, Rule, Update, can_write, clipping, has_kernels, join, scale, statistics, update,
-    write,
+    Factor, Factored, Part, Rule, Update, can_write, clipping, combine, has_kernels, join, scale,
+    statistics, update, write,
 };
 
 /// Lengths with every kind of tail, and one of more than a block's chunk.
@@ -380,6 +380,133 @@ fn more_tensors_than_a_launch_has_take_several_launches() {
         update(&sgd, &Factor::Known(1.0), &updates).unwrap();
         let found: Vec<f64> = params.iter().flat_map(values).collect();
         assert_close("parameters", &found, &expected, 2e-6);
+    });
+}
+
+/// Steps a parameter of so many matrices of Adafactor, in f64.
+fn stepped_by_rows_and_columns(
+    numbers: &Factored,
+    [matrices, height, width]: [usize; 3],
+    param: &mut [f64],
+    grad: &[f64],
+    averages: &mut [Vec<f64>],
+) {
+    let root_mean_square = |values: &[f64]| {
+        (values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64).sqrt()
+    };
+    let mut directions = vec![0.0; grad.len()];
+    for matrix in 0..matrices {
+        let squares =
+            |row: usize, column: usize| grad[(matrix * height + row) * width + column].powi(2);
+        let mut mean = 1.0;
+        if let [rows, _] = averages {
+            for row in 0..height {
+                let sum: f64 = (0..width).map(|column| squares(row, column)).sum();
+                let average = &mut rows[matrix * height + row];
+                *average += numbers.weight * (sum / width as f64 - *average);
+            }
+            let of_matrix = &rows[matrix * height..][..height];
+            mean = (of_matrix.iter().sum::<f64>() / height as f64).max(numbers.eps);
+        }
+        for column in 0..width {
+            let sum: f64 = (0..height).map(|row| squares(row, column)).sum();
+            let average = &mut averages.last_mut().unwrap()[matrix * width + column];
+            *average += numbers.weight * (sum / height as f64 - *average);
+        }
+        for row in 0..height {
+            for column in 0..width {
+                let of_column = averages.last().unwrap()[matrix * width + column];
+                let square = match averages {
+                    [rows, _] => rows[matrix * height + row] * of_column / mean,
+                    _ => of_column,
+                };
+                let at = (matrix * height + row) * width + column;
+                directions[at] = grad[at] / square.max(numbers.eps.powi(2)).sqrt();
+            }
+        }
+    }
+    let alpha = root_mean_square(param).max(numbers.least_scale) * numbers.rate;
+    let factor = alpha / (root_mean_square(&directions) / numbers.threshold).max(1.0);
+    for (param, direction) in param.iter_mut().zip(directions) {
+        *param = *param * numbers.keep - factor * direction;
+    }
+}
+
+#[test]
+fn adafactor_steps_parameters_of_every_shape_as_its_formula_says() {
+    with_kernels(|| {
+        for (shape, threshold, rate) in [
+            (&[5, 7][..], 1.0, 0.1),
+            (&[1, 1], 2.0, 0.1),
+            (&[70, 1100], 0.5, -0.1),
+            (&[1100, 3], 1.0, 0.1),
+            (&[4, 3, 5], 1.0, 0.1),
+            (&[9], 1.0, 0.1),
+            (&[], 1.0, 0.1),
+        ] {
+            let numbers = Factored {
+                rate,
+                keep: 0.99,
+                weight: 0.3,
+                eps: 1e-3,
+                least_scale: 0.2,
+                threshold,
+            };
+            let (sizes, lens) = match *shape {
+                [] => ([1, 1, 1], vec![1]),
+                [width] => ([1, 1, width], vec![width]),
+                [height, width] => ([1, height, width], vec![height, width]),
+                [matrices, height, width] => (
+                    [matrices, height, width],
+                    vec![matrices * height, matrices * width],
+                ),
+                _ => unreachable!("no shape has more dimensions"),
+            };
+            let numel = sizes.iter().product();
+            let of_shape = |seed| wave(numel, seed, DType::F32).reshape(shape).unwrap();
+            let (param, grad) = (of_shape(1), of_shape(2));
+            let averages: Vec<Tensor> = lens
+                .iter()
+                .map(|&len| wave(len, 3, DType::F32).sqr().unwrap())
+                .collect();
+            let flat = |x: &Tensor| values(&x.flatten_all().unwrap());
+            let mut expected = flat(&param);
+            let mut expected_averages: Vec<Vec<f64>> = averages.iter().map(values).collect();
+            stepped_by_rows_and_columns(
+                &numbers,
+                sizes,
+                &mut expected,
+                &flat(&grad),
+                &mut expected_averages,
+            );
+            let (stepped, found_averages) = numbers.step(&param, &grad, &averages).unwrap();
+            let what = format!("{shape:?}");
+            assert_eq!(stepped.dims(), shape);
+            assert_close(&what, &flat(&stepped), &expected, 1e-5);
+            for (found, expected) in found_averages.iter().zip(&expected_averages) {
+                assert_close(&what, &values(found), expected, 1e-5);
+            }
+            let wrong = wave(numel + 1, 3, DType::F32);
+            assert!(numbers.step(&param, &wrong, &averages).is_err());
+        }
+    });
+}
+
+#[test]
+fn a_sum_of_two_tensors_is_rounded_once() {
+    with_kernels(|| {
+        for dtype in DTYPES {
+            for numel in LENGTHS {
+                let (x, y) = (wave(numel, 1, dtype), wave(numel, 2, dtype));
+                let found = combine(&x, -4.775, &y, 2.0315).unwrap();
+                let expected: Vec<f64> = values(&x)
+                    .into_iter()
+                    .zip(values(&y))
+                    .map(|(x, y)| -4.775 * x + 2.0315 * y)
+                    .collect();
+                assert_close("sum", &values(&found), &expected, tolerance(dtype));
+            }
+        }
     });
 }
 
