@@ -228,7 +228,7 @@ pub fn scale(tensors: &[Tensor], factor: f64) -> Result<()> {
     Ok(())
 }
 
-/// Returns the sum of two tensors of one shape and dtype, each multiplied by a factor, rounded once.
+/// Returns the sum of two tensors of one shape and dtype, each times a factor, rounded once.
 ///
 /// # Errors
 /// CUDA's; dtypes without kernels.

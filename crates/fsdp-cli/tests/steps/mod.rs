@@ -253,4 +253,6 @@ pub(crate) fn run_rank() {
         let relative = if case.precision.is_some() { 1e-2 } else { 1e-3 };
         assert_close_within(&losses, &expected, relative);
     }
+    // The last step may still be under way.
+    gpu.synchronize().unwrap();
 }
