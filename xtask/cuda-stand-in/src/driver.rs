@@ -350,6 +350,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         return code::SUCCESS;
     }
     answer(check(to, from, bytes).and_then(|()| {
+        machine::fail_copy()?;
         count(Counted::CopiesDown);
         add(Counted::BytesDown, bytes);
         let host = Host(to.cast());
@@ -520,4 +521,18 @@ unsafe extern "C" fn cudaStandInAllCounts(counts: *mut Counts) -> Code {
     let waits = own_stream.map_or([0; 2], |(_, queue)| queue.waits());
     // SAFETY: the caller's pointer.
     answer(unsafe { give(counts, counts::all(waits)) })
+}
+
+/// Returns 1 if these bytes of the host are pinned, else 0. CUDA tells that in another way.
+#[unsafe(no_mangle)]
+extern "C" fn cudaStandInIsPinned(address: *const c_void, bytes: usize) -> c_int {
+    c_int::from(machine::is_pinned(address.addr(), bytes))
+}
+
+/// Lets `count` copies to the host fail, after so many others. The GPU goes on. CUDA has no such
+/// function.
+#[unsafe(no_mangle)]
+extern "C" fn cudaStandInFailCopies(after: u64, count: u64) -> Code {
+    machine::set_failing_copies(after, count);
+    code::SUCCESS
 }

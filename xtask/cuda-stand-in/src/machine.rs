@@ -314,6 +314,29 @@ pub(crate) fn is_pinned(address: usize, bytes: usize) -> bool {
     before.is_some_and(|(start, len)| address + bytes <= start + len)
 }
 
+/// The copies to the host that still succeed, and those after them that fail.
+static FAILING_COPIES: Mutex<[u64; 2]> = Mutex::new([0; 2]);
+
+/// Lets `count` copies to the host fail, after so many others.
+pub(crate) fn set_failing_copies(after: u64, count: u64) {
+    *lock(&FAILING_COPIES) = [after, count];
+}
+
+/// Counts a copy to the host.
+///
+/// # Errors
+/// It is one of those that fail.
+pub(crate) fn fail_copy() -> Result<(), Code> {
+    let mut failing = lock(&FAILING_COPIES);
+    let [after, count] = *failing;
+    if after == 0 && count > 0 {
+        failing[1] -= 1;
+        return Err(code::INVALID_VALUE);
+    }
+    failing[0] = after.saturating_sub(1);
+    Ok(())
+}
+
 /// Writes a line to stderr: there is nobody else to tell what a code does not.
 #[expect(
     clippy::print_stderr,

@@ -77,6 +77,7 @@ pub use file_system::{
     EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, Status,
 };
 pub use fs::{Durable, Step, StepHook};
+pub use os::OperatingSystem;
 pub use read_at::ReadAt;
 pub use staging::Staging;
 

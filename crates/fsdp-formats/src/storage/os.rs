@@ -25,7 +25,7 @@ pub(super) const UNSUPPORTED: [Errno; 3] = [Errno::INVAL, Errno::NOSYS, Errno::O
 
 /// The file system of the operating system.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct OperatingSystem;
+pub struct OperatingSystem;
 
 impl FileSystem for OperatingSystem {
     fn status(&self, path: &Path, links: Links) -> io::Result<Status> {
