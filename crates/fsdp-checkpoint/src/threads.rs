@@ -4,8 +4,13 @@ use std::sync::OnceLock;
 
 use fsdp_comm::ProcessGroup;
 
-/// The most threads with which a rank reads or writes by default. More do not make a disk faster.
-const MAX_THREADS: usize = 4;
+/// The most threads with which a rank reads or writes files by default. Each that writes has up to
+/// 9 MiB of buffers: two pieces of pinned memory for state on a GPU, and one in which small values
+/// are joined.
+const MAX_THREADS: usize = 16;
+
+/// The threads with which a rank writes to an object store, or reads from it, by default.
+const OBJECT_STORE_THREADS: usize = 4;
 
 /// The use that a rank makes of files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +21,9 @@ pub(crate) enum Access {
 
 /// Returns the number of threads with which a rank of `group` reads or writes: as many as
 /// `requested`, or else its share of the cores of its host, and one more for reading.
+///
+/// A thread hashes what it writes, and compares what it reads, so that a fast
+/// disk, or memory, keeps several busy. On a slow disk those that have nothing to do sleep.
 ///
 /// Ranks that write with more threads than there are cores would wait for the locks of the files.
 /// Reading takes no locks, and with one thread more a rank that is behind uses the core of one that
@@ -32,7 +40,7 @@ pub(crate) fn thread_count(
         return requested;
     }
     if is_object_store {
-        return MAX_THREADS;
+        return OBJECT_STORE_THREADS;
     }
     // Counting the cores reads several files of the system, so they are counted once.
     static CORES: OnceLock<usize> = OnceLock::new();
@@ -64,7 +72,8 @@ mod tests {
             (2, 2, 2, 1),
             (2, 5, 2, 1),
             (8, 4, 3, 2),
-            (64, 8, 4, 4),
+            (64, 8, 9, 8),
+            (64, 2, 16, 16),
         ] {
             assert_eq!(
                 default_thread_count(Access::Read, cores, ranks),
@@ -92,7 +101,11 @@ mod tests {
                         thread_count(access, Some(9), &group, false),
                     )
                 });
-                let expected = (default_thread_count(access, cores, ranks), MAX_THREADS, 9);
+                let expected = (
+                    default_thread_count(access, cores, ranks),
+                    OBJECT_STORE_THREADS,
+                    9,
+                );
                 assert_eq!(found.unwrap_or_default(), vec![expected; ranks]);
             }
         }
