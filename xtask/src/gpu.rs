@@ -57,9 +57,11 @@ const FEATURES: &str =
     "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-nn/nccl,fsdp-flat/cuda,fsdp-ops/cuda,fsdp-comm/nccl";
 
 /// The packages with tests for GPUs, and the names of those tests.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 14] = [
     "--package",
     "fsdp-flat",
+    "--package",
+    "fsdp-state",
     "--package",
     "fsdp-ops",
     "--package",
@@ -136,7 +138,7 @@ fn test(root: &Path) -> Result<()> {
     ];
     cargo(
         root,
-        &[&all[..], &PACKAGES[..10], &one_by_one].concat(),
+        &[&all[..], &PACKAGES[..12], &one_by_one].concat(),
         &[],
     )
 }

@@ -160,12 +160,30 @@ impl ShardedTensor {
         Self::from_boxes(shape, boxes, dtype, storage::unfilled)
     }
 
+    /// Makes a sharded tensor with `boxes` on a GPU, whose elements are undefined: write them
+    /// before you read them.
+    ///
+    /// # Errors
+    /// The same as [`Self::zeros`], and CUDA's.
+    #[cfg(feature = "cuda")]
+    pub fn undefined_on(
+        device: &candle_core::CudaDevice,
+        dtype: candle_core::DType,
+        shape: &[usize],
+        boxes: &[TensorBox],
+    ) -> Result<Self, FlatError> {
+        Self::from_boxes(shape, boxes, dtype, |shape, dtype| {
+            let flat = storage::cuda::undefined(device, dtype, shape.iter().product())?;
+            Ok(flat.reshape(shape)?)
+        })
+    }
+
     /// Makes a sharded tensor with `boxes`, whose tensors `make` makes from their shapes.
     fn from_boxes(
         shape: &[usize],
         boxes: &[TensorBox],
         dtype: candle_core::DType,
-        make: fn(&[usize], candle_core::DType) -> Result<Tensor, FlatError>,
+        make: impl Fn(&[usize], candle_core::DType) -> Result<Tensor, FlatError>,
     ) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in boxes {

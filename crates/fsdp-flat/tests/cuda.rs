@@ -5,8 +5,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{
-    Contents, GpuReader, HostBytes, HostBytesMut, HostCopies, HostMemory, HostSlice, HostSliceMut,
-    Upload, copy_to_gpu, finish_uploads, is_released, release, to_device, zeros_on,
+    BufferCopy, Contents, GpuBuffer, GpuReader, HostBytes, HostBytesMut, HostCopies, HostMemory,
+    HostSlice, HostSliceMut, Upload, copy_to_gpu, finish_uploads, is_released, release, to_device,
+    zeros_on,
 };
 use fsdp_flat::{FlatError, ShardedTensor};
 
@@ -406,5 +407,85 @@ fn operations_give_the_values_of_the_cpu() {
                 "{name} in {dtype:?}: {there:?} is not {here:?}"
             );
         }
+    }
+}
+
+#[test]
+fn tensors_are_packed_and_unpacked_in_the_memory_of_a_gpu() {
+    let (values, tensor) = numbers(3_000_000);
+    let mut buffer = GpuBuffer::new(0).unwrap();
+    assert!(buffer.view(1).is_err(), "there is no memory yet");
+    buffer.reserve(48).unwrap();
+    let part = tensor.narrow(0, 1_000_000, 3).unwrap();
+    buffer.put_tensor(4, &part).unwrap();
+    buffer.put_bytes(0, &[1, 2, 3, 4]).unwrap();
+    buffer.put_zeros(16..24).unwrap();
+    buffer.repeat(24, 2).unwrap();
+    let expected = [
+        vec![1, 2, 3, 4],
+        bytes_of(&values[1_000_000..1_000_003]),
+        vec![0; 8],
+    ]
+    .concat();
+    let found = collected(|sink| buffer.read(0..48, sink));
+    assert_eq!(found, [expected.clone(), expected].concat());
+    assert_eq!(collected(|sink| buffer.read(5..5, sink)), [0_u8; 0]);
+    assert!(buffer.put_tensor(40, &part).is_err(), "there is no room");
+    assert!(
+        buffer
+            .put_tensor(0, &tensor.reshape((2, 1_500_000)).unwrap().t().unwrap())
+            .is_err()
+    );
+
+    let target = on_gpu(&[1., 2., 3., 4.]).narrow(0, 1, 3).unwrap();
+    let copies = [
+        BufferCopy {
+            source: 16,
+            target: 8,
+            len: 4,
+        },
+        BufferCopy {
+            source: 4,
+            target: 0,
+            len: 4,
+        },
+    ];
+    buffer.copy_to_tensor(&copies, &target).unwrap();
+    let first = f32::from_bits(values[1_000_000]);
+    let found = host(&target);
+    assert_eq!(
+        found.iter().map(|x| x.to_bits()).collect::<Vec<u32>>(),
+        [first.to_bits(), 3f32.to_bits(), 0]
+    );
+    let too_far = BufferCopy {
+        source: 0,
+        target: 9,
+        len: 4,
+    };
+    assert!(buffer.copy_to_tensor(&[too_far], &target).is_err());
+    release(&target).unwrap();
+    assert!(buffer.copy_to_tensor(&copies, &target).is_err());
+}
+
+#[test]
+fn a_buffer_has_what_tensors_are_after_the_work_before_and_tensors_may_change_at_once() {
+    let mut buffer = GpuBuffer::new(0).unwrap();
+    let numel = 1 << 20;
+    buffer.reserve(numel * 4).unwrap();
+    for turn in 0..4 {
+        let tensor = Tensor::ones(numel, DType::F32, &gpu()).unwrap();
+        let tensor = (tensor * f64::from(turn)).unwrap();
+        buffer.put_tensor(0, &tensor).unwrap();
+        // Its memory is used again.
+        drop(tensor);
+        let other = Tensor::ones(numel, DType::F32, &gpu()).unwrap();
+        let whole = BufferCopy {
+            source: 0,
+            target: 0,
+            len: numel * 4,
+        };
+        buffer.copy_to_tensor(&[whole], &other).unwrap();
+        let sum = other.sum_all().unwrap().to_scalar::<f32>().unwrap();
+        assert_eq!(sum, (numel as f32) * (turn as f32));
     }
 }

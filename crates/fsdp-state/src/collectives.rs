@@ -1,5 +1,8 @@
 //! The collectives on state dicts: gather, broadcast, distribute, reshard. Each is a source and a
 //! target.
+//!
+//! In a group that has collectives on GPU memory, tensors move there, by all-to-alls and broadcasts
+//! in the place of those that the functions name.
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;

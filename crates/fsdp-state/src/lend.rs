@@ -17,6 +17,9 @@ pub enum Memory {
     Tensors(ShardedTensor),
     /// Fresh candle tensors that take no memory yet, one for each box.
     Unfilled(ShardedTensor),
+    /// Contiguous candle tensors on a GPU, fresh or live, one for each box, for copies within the
+    /// GPU's memory.
+    OnGpu(ShardedTensor),
     /// Memory of the host for live tensors on a GPU, one for each box.
     Uploads(Vec<Upload>),
     /// The bytes of a whole tensor of a dtype that candle does not compute with, which is to become
@@ -112,7 +115,8 @@ impl Memory {
         }
     }
 
-    /// Returns the candle tensors, one for each box; none for raw memory.
+    /// Returns the candle tensors that are filled on the host, one for each box; none for raw
+    /// memory.
     #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {
         match self {
@@ -121,7 +125,7 @@ impl Memory {
                 .iter()
                 .map(|shard| shard.tensor.clone())
                 .collect(),
-            Memory::Raw { .. } | Memory::Uploads(_) => Vec::new(),
+            Memory::Raw { .. } | Memory::OnGpu(_) | Memory::Uploads(_) => Vec::new(),
         }
     }
 
@@ -138,10 +142,12 @@ impl Memory {
                 shape,
                 bytes,
             } => RawTensor::new(dtype, shape, bytes)?.into(),
-            Memory::Tensors(tensor) | Memory::Unfilled(tensor) if whole => {
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) | Memory::OnGpu(tensor) if whole => {
                 storage::to_device(&tensor.to_whole()?, device)?.into()
             }
-            Memory::Tensors(tensor) | Memory::Unfilled(tensor) => tensor.to_device(device)?.into(),
+            Memory::Tensors(tensor) | Memory::Unfilled(tensor) | Memory::OnGpu(tensor) => {
+                tensor.to_device(device)?.into()
+            }
             Memory::Uploads(_) => {
                 unreachable!("what was filled for a GPU goes back to the live tensors")
             }
@@ -152,9 +158,54 @@ impl Memory {
     /// would change nothing.
     pub(crate) fn is_same_view(&self, value: &StateValue) -> bool {
         match (self, value.to_sharded()) {
-            (Memory::Tensors(tensor), Some(value)) => tensor.is_same_view(&value),
+            (Memory::Tensors(tensor) | Memory::OnGpu(tensor), Some(value)) => {
+                tensor.is_same_view(&value)
+            }
             _ => false,
         }
+    }
+
+    /// Returns the same memory for copies within a GPU's memory, if these are contiguous tensors of
+    /// `dtype` on a GPU; else `None`.
+    ///
+    /// # Errors
+    /// A dtype that no file holds.
+    pub(crate) fn on_gpu(&self, dtype: DType) -> Result<Option<Self>, StateError> {
+        Ok(self.gpu_tensors(dtype)?.cloned().map(Memory::OnGpu))
+    }
+
+    /// Returns the tensors, if they are contiguous, on a GPU, and of `dtype`.
+    fn gpu_tensors(&self, dtype: DType) -> Result<Option<&ShardedTensor>, StateError> {
+        let Memory::Tensors(tensor) = self else {
+            return Ok(None);
+        };
+        let mut tensors = tensor.shards().iter().map(|shard| &shard.tensor);
+        let is_on_gpu = tensors.all(|part| part.device().is_cuda() && part.is_contiguous());
+        let is_filled = !tensor.shards().is_empty() && tensor.file_dtype()? == dtype;
+        Ok((is_on_gpu && is_filled).then_some(tensor))
+    }
+
+    /// Returns undefined memory on a GPU in the place of fresh tensors without memory, if this is
+    /// such memory of `dtype` and `device` is a GPU; else `None`.
+    ///
+    /// # Errors
+    /// CUDA's, when there is no memory.
+    pub(crate) fn fresh_on_gpu(
+        &self,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Option<Self>, StateError> {
+        #[cfg(feature = "cuda")]
+        if let (Memory::Unfilled(tensor), Device::Cuda(device)) = (self, device)
+            && tensor.file_dtype()? == dtype
+        {
+            let boxes = tensor.boxes();
+            let fresh =
+                ShardedTensor::undefined_on(device, tensor.dtype(), tensor.shape(), &boxes)?;
+            return Ok(Some(Memory::OnGpu(fresh)));
+        }
+        let _ = (dtype, device);
+        Ok(None)
     }
 
     /// Returns host memory from which these live tensors are filled without a further copy, if they
@@ -163,14 +214,9 @@ impl Memory {
     /// # Errors
     /// Tensors that are released; no memory; CUDA's.
     pub(crate) fn uploads(&self, dtype: DType) -> Result<Option<Self>, StateError> {
-        let Memory::Tensors(tensor) = self else {
+        let Some(tensor) = self.gpu_tensors(dtype)? else {
             return Ok(None);
         };
-        let mut tensors = tensor.shards().iter().map(|shard| &shard.tensor);
-        let is_on_gpu = tensors.all(|part| part.device().is_cuda() && part.is_contiguous());
-        if !is_on_gpu || tensor.shards().is_empty() || tensor.file_dtype()? != dtype {
-            return Ok(None);
-        }
         let mut uploads = Vec::with_capacity(tensor.shards().len());
         for shard in tensor.shards() {
             uploads.push(Upload::begin(&shard.tensor)?);
@@ -280,6 +326,8 @@ pub fn lent_bytes<'a>(
             Some(Memory::Uploads(uploads)) => {
                 Some(uploads.iter_mut().map(Upload::bytes_mut).collect())
             }
+            // The host has no bytes of it.
+            Some(Memory::OnGpu(_)) => None,
             Some(Memory::Tensors(tensor) | Memory::Unfilled(tensor)) => {
                 // The guard has `None` for a tensor whose elements it has lent already.
                 let boxes: Option<Vec<&mut [u8]>> =
@@ -302,8 +350,8 @@ pub(crate) const GPU_WINDOW_BYTES: usize = 128 << 20;
 
 /// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.
 ///
-/// A source always gets CPU memory of the source's own dtype. Casts, and copies to devices, are
-/// done when the memory is given back.
+/// A source gets memory of its own dtype, on the CPU unless it asks for some on a GPU. Casts, and
+/// copies to devices, are done when the memory is given back.
 pub trait Lend {
     /// Returns the most bytes of memory that a source should ask for before it gives some back,
     /// unless one tensor has more.
@@ -328,6 +376,15 @@ pub trait Lend {
     /// # Errors
     /// The same as [`Self::lend`].
     fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend(wanted_index)
+    }
+
+    /// Returns the same as [`Self::lend`], except that memory which is for a GPU in the end is on
+    /// the GPU. It is for sources that have the values there.
+    ///
+    /// # Errors
+    /// The same as [`Self::lend`].
+    fn lend_on_gpu(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
         self.lend(wanted_index)
     }
 

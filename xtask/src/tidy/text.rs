@@ -23,6 +23,7 @@ const UNSAFE: &[&str] = &[
     // Bytes of GPU memory, and pinned memory.
     "crates/fsdp-flat/src/storage/mod.rs",
     "crates/fsdp-flat/src/storage/copies.rs",
+    "crates/fsdp-flat/src/storage/gpu_buffer.rs",
     "crates/fsdp-flat/src/storage/cuda.rs",
     "crates/fsdp-flat/src/storage/pinned.rs",
     "crates/fsdp-flat/src/storage/staging.rs",
@@ -54,9 +55,12 @@ const UNSAFE: &[&str] = &[
     "xtask/cuda-stand-in/src/nccl/mod.rs",
     "xtask/cuda-stand-in/src/random.rs",
     // Tests on GPUs: variables for NCCL, and the counts of the stand-in.
+    "crates/fsdp-checkpoint/tests/gpu/counts.rs",
+    "crates/fsdp-checkpoint/tests/gpu/full.rs",
     "crates/fsdp-comm/tests/nccl.rs",
     "crates/fsdp-comm/tests/stand_in/mod.rs",
     "crates/fsdp-nn/tests/overlap.rs",
+    "crates/fsdp-state/tests/gpu.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaEvent, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr as _,
-    DeviceRepr, DriverError, result, sys,
+    DevicePtrMut as _, DeviceRepr, DriverError, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::op::BackpropOp;
@@ -173,6 +173,39 @@ pub(super) fn place_of(tensor: &Tensor) -> Result<DeviceBytes, FlatError> {
         Storage::Cuda(storage) => device_bytes(tensor, storage, layout),
         _ => Err(FlatError::device(tensor)),
     }
+}
+
+/// Runs `change` on the memory of a contiguous tensor on a GPU, whose storage is locked meanwhile.
+///
+/// # Errors
+/// The errors of `change`; the same as [`place_of`].
+pub(super) fn with_device_bytes_mut(
+    tensor: &Tensor,
+    change: impl FnOnce(&DeviceBytes) -> Result<(), FlatError>,
+) -> Result<(), FlatError> {
+    with_storage_mut(tensor, |storage, layout| {
+        let StorageMut::Cuda(storage) = storage else {
+            return Err(FlatError::device(tensor));
+        };
+        let range = contiguous_bytes(tensor, layout)?;
+        if is_released_storage(tensor, storage) {
+            return Err(released_error(tensor));
+        }
+        let stream = storage.device.cuda_stream();
+        let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported_error(tensor))?;
+        let mut view = bytes
+            .try_slice_mut(range)
+            .ok_or_else(|| released_error(tensor))?;
+        let len = view.len();
+        // The change is recorded when this is dropped.
+        let (address, _recorded) = view.device_ptr_mut(&stream);
+        change(&DeviceBytes {
+            ordinal: stream.context().ordinal(),
+            address,
+            len,
+            stream: Arc::clone(&stream),
+        })
+    })
 }
 
 /// Reads tensors on GPUs, in any thread, as they are after the work that the thread that makes this

@@ -26,6 +26,9 @@ mod copies;
     reason = "elements as bytes, and memory that is not filled yet"
 )]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "copies within a GPU's memory")]
+mod gpu_buffer;
 mod guard;
 mod host;
 mod joined;
@@ -55,6 +58,8 @@ pub use self::copies::{CopiesEnd, HostCopies, HostMemory};
 pub use self::copies::{GpuReader, Upload, finish_uploads};
 #[cfg(feature = "cuda")]
 pub use self::cuda::GpuReader;
+#[cfg(feature = "cuda")]
+pub use self::gpu_buffer::{BufferCopy, GpuBuffer};
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, reserved_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
@@ -197,6 +202,16 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
     }
     if tensor.elem_count() == 0 {
         return zeros_on(tensor.dims(), tensor.dtype(), device);
+    }
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device
+        && tensor.device().is_cpu()
+        && PLAIN_DTYPES.contains(&tensor.dtype())
+    {
+        let source = tensor.detach().contiguous()?;
+        let target = cuda::undefined(device, tensor.dtype(), tensor.elem_count())?;
+        cuda::write_from_host(&HostBytes::read(&source)?, &target)?;
+        return Ok(target.reshape(tensor.dims())?);
     }
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }

@@ -13,11 +13,13 @@ use super::lend::{StorageMut, contiguous_bytes, with_storage_mut};
 use super::pinned::{PinnedMemory, copy_context, cuda_error};
 use crate::error::FlatError;
 
-/// The bytes of a block of pinned memory. Tensors that are longer get other memory.
+/// The bytes of a block of pinned memory that several tensors share. A tensor that is longer has a
+/// block of its own.
 const BLOCK_BYTES: usize = 32 << 20;
 
-/// The most blocks of a process: two windows of a load.
-const MOST_BLOCKS: usize = 8;
+/// The most bytes of a process that are pinned: two windows of a load. Tensors that are longer get
+/// other memory.
+const MOST_BYTES: usize = 256 << 20;
 
 /// The alignment of the memory of a tensor in its block.
 const ALIGNMENT: usize = 64;
@@ -116,6 +118,13 @@ struct Block {
 }
 
 impl Block {
+    fn new(memory: PinnedMemory) -> Arc<Self> {
+        Arc::new(Block {
+            memory: Some(memory),
+            ends: Mutex::new(Ends::new()),
+        })
+    }
+
     const fn pinned(&self) -> &PinnedMemory {
         self.memory
             .as_ref()
@@ -145,21 +154,20 @@ impl Drop for Block {
 type BlockRange = (Arc<Block>, Range<usize>);
 
 /// The blocks of a process.
-#[derive(Default)]
 struct Pool {
     /// The block that the next tensors get memory of, and the bytes of it that are taken.
     open: Option<(Arc<Block>, usize)>,
     /// The blocks that nobody fills, the oldest first. GPUs may still copy from them.
     idle: VecDeque<(PinnedMemory, Ends)>,
-    /// The number of all blocks.
-    block_count: usize,
+    /// The bytes of all blocks.
+    pinned_bytes: usize,
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
     static POOL: Mutex<Pool> = Mutex::new(Pool {
         open: None,
         idle: VecDeque::new(),
-        block_count: 0,
+        pinned_bytes: 0,
     });
     lock(&POOL)
 }
@@ -175,33 +183,75 @@ fn wait(ends: &Ends) -> Result<(), FlatError> {
 }
 
 impl Pool {
-    /// Returns the memory of a block from which no GPU copies any more; `None` if all blocks are
-    /// being filled, or no more memory can be pinned.
+    /// Returns the memory of a block of at least so many bytes, from which no GPU copies any more;
+    /// `None` if there is none, because others are being filled or no more memory can be pinned.
     ///
     /// # Errors
     /// The driver's.
-    fn take_memory(&mut self, ordinal: usize) -> Result<Option<PinnedMemory>, FlatError> {
-        let is_oldest_free = self
-            .idle
-            .front()
-            .is_some_and(|(_, ends)| ends.iter().all(CudaEvent::is_complete));
-        if !is_oldest_free
-            && self.block_count < MOST_BLOCKS
-            && let Ok(memory) =
-                copy_context(ordinal).and_then(|context| PinnedMemory::new(&context, BLOCK_BYTES))
-        {
-            self.block_count += 1;
+    fn take_memory(
+        &mut self,
+        ordinal: usize,
+        len: usize,
+    ) -> Result<Option<PinnedMemory>, FlatError> {
+        let is_over = |(_, ends): &(PinnedMemory, Ends)| ends.iter().all(CudaEvent::is_complete);
+        if let Some(position) = self.find_idle(len, is_over) {
+            return self.take_idle(position).map(Some);
+        }
+        if let Some(memory) = self.pin(ordinal, len) {
             return Ok(Some(memory));
         }
-        let Some((memory, ends)) = self.idle.pop_front() else {
-            return Ok(None);
-        };
-        if let Err(error) = wait(&ends) {
-            self.block_count -= 1;
-            return Err(error);
+        if let Some(position) = self.find_idle(len, |_| true) {
+            return self.take_idle(position).map(Some);
         }
-        Ok(Some(memory))
+        // All that are idle are too short: they make room.
+        while self.pinned_bytes + block_len(len) > MOST_BYTES && !self.idle.is_empty() {
+            let shorter = self.take_idle(0)?;
+            self.pinned_bytes -= shorter.len();
+        }
+        Ok(self.pin(ordinal, len))
     }
+
+    /// Returns the position of the shortest idle block of at least so many bytes that `may_be_taken`
+    /// selects, and the oldest of several.
+    fn find_idle(
+        &self,
+        len: usize,
+        may_be_taken: impl Fn(&(PinnedMemory, Ends)) -> bool,
+    ) -> Option<usize> {
+        let blocks = self.idle.iter().enumerate();
+        let long_enough = blocks.filter(|(_, block)| block.0.len() >= len && may_be_taken(block));
+        long_enough
+            .min_by_key(|(_, (memory, _))| memory.len())
+            .map(|(position, _)| position)
+    }
+
+    /// Takes an idle block, and waits until no GPU copies from it.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn take_idle(&mut self, position: usize) -> Result<PinnedMemory, FlatError> {
+        let (memory, ends) = self.idle.remove(position).expect("the block is idle");
+        wait(&ends).inspect_err(|_| self.pinned_bytes -= memory.len())?;
+        Ok(memory)
+    }
+
+    /// Pins memory for a block of at least so many bytes; `None` if that would be too much, or if
+    /// the host cannot.
+    fn pin(&mut self, ordinal: usize, len: usize) -> Option<PinnedMemory> {
+        let len = block_len(len);
+        if self.pinned_bytes + len > MOST_BYTES {
+            return None;
+        }
+        let context = copy_context(ordinal).ok()?;
+        let memory = PinnedMemory::new(&context, len).ok()?;
+        self.pinned_bytes += len;
+        Some(memory)
+    }
+}
+
+/// Returns the length of a block for so many bytes.
+fn block_len(len: usize) -> usize {
+    len.max(BLOCK_BYTES)
 }
 
 /// Returns a range of so many bytes of a block; `None` if there is no room.
@@ -209,10 +259,15 @@ impl Pool {
 /// # Errors
 /// The driver's.
 fn take(ordinal: usize, len: usize) -> Result<Option<BlockRange>, FlatError> {
-    if len > BLOCK_BYTES {
+    if len > MOST_BYTES {
         return Ok(None);
     }
     let mut pool = pool();
+    // The block of a long tensor is not shared.
+    if len > BLOCK_BYTES {
+        let memory = pool.take_memory(ordinal, len)?;
+        return Ok(memory.map(|memory| (Block::new(memory), 0..len)));
+    }
     if let Some((block, used)) = &mut pool.open {
         let start = used.next_multiple_of(ALIGNMENT);
         if start + len <= BLOCK_BYTES {
@@ -226,13 +281,10 @@ fn take(ordinal: usize, len: usize) -> Result<Option<BlockRange>, FlatError> {
     drop(pool);
     drop(full);
     let mut pool = self::pool();
-    let Some(memory) = pool.take_memory(ordinal)? else {
+    let Some(memory) = pool.take_memory(ordinal, len)? else {
         return Ok(None);
     };
-    let block = Arc::new(Block {
-        memory: Some(memory),
-        ends: Mutex::new(Ends::new()),
-    });
+    let block = Block::new(memory);
     let replaced = pool.open.replace((Arc::clone(&block), len));
     drop(pool);
     // Another thread may have opened a block meanwhile.

@@ -228,6 +228,10 @@ impl Target for DictTarget<'_> {
         }
     }
 
+    fn device(&self, wanted: &Wanted) -> Device {
+        self.device_for(wanted.place)
+    }
+
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
         let current = self.values[wanted.place];
         // The template's own memory has been filled. Only raw tensors have none that can be.
@@ -360,12 +364,15 @@ impl Target for WholeTarget<'_> {
         allocate_loaded(self.values[wanted.position], wanted)
     }
 
-    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
-        let device = match &self.options.device {
+    fn device(&self, wanted: &Wanted) -> Device {
+        match &self.options.device {
             Some(device) => device.clone(),
             None => device_of(self.values[wanted.position]),
-        };
-        let value = memory.into_value(true, &device)?;
+        }
+    }
+
+    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
+        let value = memory.into_value(true, &self.device(wanted))?;
         // The sink gets the values in the order of their paths, so those that did not have to move
         // go first.
         self.pass_on_before(wanted.position)?;

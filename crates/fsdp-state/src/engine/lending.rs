@@ -29,6 +29,17 @@ pub(super) struct Lending<'a, T> {
     staged: Vec<(Memory, ShardedTensor)>,
 }
 
+/// The use that a source makes of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// It puts values of the host there.
+    FillOnHost,
+    /// It may have a copy to put there.
+    Replace,
+    /// It puts values of a GPU there.
+    FillOnGpu,
+}
+
 /// A storage, and the position of an element in it.
 type Place = (usize, usize);
 
@@ -78,12 +89,12 @@ impl<'a, T: Target> Lending<'a, T> {
         None
     }
 
-    /// Returns memory for the wanted boxes of one tensor, as [`Lend::lend_unfilled`] does. With
-    /// `may_upload`, memory for tensors on a GPU may be of the kind that goes there by itself.
+    /// Returns memory for the wanted boxes of one tensor, as [`Lend::lend_unfilled`] does, for this
+    /// use. Memory for tensors on a GPU may be of the kind that goes there by itself, or the GPU's.
     fn lend_memory(
         &mut self,
         wanted_index: usize,
-        may_upload: bool,
+        purpose: Use,
     ) -> Result<Option<Memory>, StateError> {
         let Wanted {
             dtype,
@@ -102,12 +113,22 @@ impl<'a, T: Target> Lending<'a, T> {
                 earlier => is_shared = earlier.is_some(),
             }
         }
+        let is_kept_back = self.is_kept_back(wanted_index);
+        if purpose == Use::FillOnGpu && dtype == target_dtype && !is_shared && !is_kept_back {
+            let device = self.target.device(&self.wanted[wanted_index]);
+            let on_gpu = match memory.on_gpu(dtype)? {
+                Some(live) => Some(live),
+                None => memory.fresh_on_gpu(dtype, &device)?,
+            };
+            if on_gpu.is_some() {
+                return Ok(on_gpu);
+            }
+        }
         // A conversion writes to the target's memory from temporary memory, so it must be there.
         if dtype != target_dtype {
             memory = memory.allocate()?;
         }
-        let is_kept_back = self.is_kept_back(wanted_index);
-        if may_upload
+        if purpose != Use::Replace
             && !is_shared
             && !is_kept_back
             && let Some(uploads) = memory.uploads(dtype)?
@@ -138,13 +159,19 @@ impl<T: Target> Lend for Lending<'_, T> {
     }
 
     fn lend(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_memory(wanted_index, true)?
+        self.lend_memory(wanted_index, Use::FillOnHost)?
             .map(Memory::allocate)
             .transpose()
     }
 
     fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_memory(wanted_index, false)
+        self.lend_memory(wanted_index, Use::Replace)
+    }
+
+    fn lend_on_gpu(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_memory(wanted_index, Use::FillOnGpu)?
+            .map(Memory::allocate)
+            .transpose()
     }
 
     fn filled(&mut self, wanted_index: usize, memory: Memory) -> Result<(), StateError> {

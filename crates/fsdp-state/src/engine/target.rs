@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use candle_core::Device;
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +41,13 @@ pub trait Target {
     /// # Errors
     /// An error of this rank only.
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
+
+    /// Returns the device of a wanted tensor in the end, if its memory is fresh. The default is the
+    /// CPU.
+    fn device(&self, wanted: &Wanted) -> Device {
+        let _ = wanted;
+        Device::Cpu
+    }
 
     /// Takes back the memory that [`Self::memory`] returned for these boxes, now with the new
     /// values in it. The default does nothing, for targets whose live memory was filled.

@@ -1,11 +1,15 @@
 //! The collectives that carry out a [`Layout`].
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
+use super::gpu::Gpu;
 use super::packing::{BoxBytes, Outgoing, copy_elements, read_box, with_packed};
 use super::route::{Layout, Piece, Route, cut_into_windows};
 use super::slots::{SlotPart, carve};
@@ -16,7 +20,7 @@ use crate::state_dict::StateValue;
 
 /// The most bytes of several tensors that one collective carries together: a bucket. A larger
 /// tensor goes alone. If its parts have to be packed, it goes in windows of this size.
-const BUCKET_BYTES: usize = 32 << 20;
+pub(super) const BUCKET_BYTES: usize = 32 << 20;
 
 /// The bytes that a bucket may have even if the largest tensor is small.
 const LEAST_BUCKET_BYTES: usize = 1 << 20;
@@ -26,7 +30,7 @@ const STATUS_BYTES: usize = 256 << 20;
 
 /// The most contiguous runs of memory that elements are received into directly. If there are more,
 /// the elements arrive in a buffer first.
-const MAX_RUNS: usize = 4096;
+pub(super) const MAX_RUNS: usize = 4096;
 
 /// One tensor on its way to the boxes that this rank wants.
 #[derive(Debug)]
@@ -43,7 +47,9 @@ pub(crate) struct Item<'a> {
 /// intervals the ranks agree that none of them has failed; otherwise all return the error.
 #[derive(Debug)]
 pub(crate) struct Exchange<'g> {
-    group: &'g ProcessGroup,
+    pub(super) group: &'g ProcessGroup,
+    /// This rank's GPU, if the group has collectives on GPU memory. They move all tensors then.
+    gpu: Option<Gpu>,
     operation: &'static str,
     /// The first failure of this rank that the others do not know of yet.
     failure: Option<StateError>,
@@ -62,7 +68,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Records the error of a step that also runs after a failure. The first one counts.
-    fn record_error(&mut self, outcome: Result<(), StateError>) {
+    pub(super) fn record_error(&mut self, outcome: Result<(), StateError>) {
         if let Err(error) = outcome {
             self.failure.get_or_insert(error);
         }
@@ -81,7 +87,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Ends the operation on all ranks, because this rank cannot take part in the next collective.
-    fn abort(&self, error: &dyn std::error::Error) -> CommError {
+    pub(super) fn abort(&self, error: &dyn std::error::Error) -> CommError {
         self.group.abort(error.to_string());
         // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
@@ -112,6 +118,7 @@ impl<'g> Exchange<'g> {
     ) -> Result<(), StateError> {
         let mut exchange = Exchange {
             group,
+            gpu: None,
             operation,
             failure: None,
             unreported_bytes: 0,
@@ -133,6 +140,9 @@ impl<'g> Exchange<'g> {
                 end += 1;
             }
             let bucket = &items[start..end];
+            if route != Route::Local && exchange.gpu.is_none() {
+                exchange.gpu = Gpu::of_group(group).map_err(|error| exchange.abort(&error))?;
+            }
             exchange.run_bucket(bucket, start, &route, lender)?;
             // A local route has no collective in which another rank could wait for this one, so its
             // bytes do not count.
@@ -154,6 +164,7 @@ impl<'g> Exchange<'g> {
         lender: &mut dyn Lend,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
+        let has_gpu = self.gpu.is_some();
         // Borrow memory for the whole bucket. After a failure nothing more is borrowed.
         let mut memories: Vec<Option<Memory>> = Vec::with_capacity(bucket.len());
         for (index, item) in bucket.iter().enumerate() {
@@ -163,6 +174,7 @@ impl<'g> Exchange<'g> {
             }
             let lent = self.attempt(|| match route {
                 Route::Local => lender.lend_unfilled(first_position + index),
+                _ if has_gpu => lender.lend_on_gpu(first_position + index),
                 _ => lender.lend(first_position + index),
             });
             memories.push(lent.flatten());
@@ -185,24 +197,34 @@ impl<'g> Exchange<'g> {
         memories: &mut [Option<Memory>],
         route: &Route,
     ) -> Result<(), CommError> {
-        // Step 1: read the boxes that this rank has.
+        let is_on_gpu = self.gpu.is_some() && *route != Route::Local;
+        // Step 1: read the boxes that this rank has. A GPU sends them from where they are.
         let mut sources = Vec::with_capacity(items.len());
         for item in items {
-            let read = self.attempt(|| BoxBytes::from_value(item.source));
+            let read = self.attempt(|| match is_on_gpu {
+                true => BoxBytes::in_place(item.source),
+                false => BoxBytes::from_value(item.source),
+            });
             // After a failure this rank sends zeros.
             sources.push(read.unwrap_or_default());
         }
         // Step 2: find the memory that the collective has to fill.
         let mut lent: Vec<Option<&mut Memory>> = Vec::with_capacity(items.len());
+        let mut gpu_tensors: Vec<Option<ShardedTensor>> = Vec::with_capacity(items.len());
         for (memory, item) in memories.iter_mut().zip(items) {
             let Some(memory) = memory else {
                 lent.push(None);
+                gpu_tensors.push(None);
                 continue;
             };
             // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
             let is_filled = self.attempt(|| memory.try_fill_with(item.source)) == Some(true);
             // Values that are already in place are left alone, because others may be reading them.
             let is_in_place = is_filled || memory.is_same_view(item.source);
+            gpu_tensors.push(match memory {
+                Memory::OnGpu(tensor) if !is_in_place => Some(tensor.clone()),
+                _ => None,
+            });
             lent.push((!is_in_place).then_some(memory));
         }
         // Step 3: take the storages out of the tensors while elements arrive. Raw memory is a plain
@@ -222,12 +244,15 @@ impl<'g> Exchange<'g> {
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
         let rank = self.group.rank();
         let mut transfers = Vec::with_capacity(items.len());
-        for (Item { layout, .. }, sources) in items.iter().zip(&sources) {
+        for ((Item { layout, .. }, sources), gpu_tensor) in
+            items.iter().zip(&sources).zip(gpu_tensors)
+        {
             let mut transfer = Transfer {
                 layout,
                 slot_boxes: &layout.wanted_boxes[rank],
                 sources,
                 slots: Vec::new(),
+                gpu_tensor,
             };
             if let Some(slots) = slots_of_items.next().flatten() {
                 transfer.slots = slots;
@@ -242,7 +267,25 @@ impl<'g> Exchange<'g> {
             }
             transfers.push(transfer);
         }
+        if is_on_gpu && let Some(mut gpu) = self.gpu.take() {
+            let moved = self.run_in_windows(&mut transfers, |exchange, transfers| {
+                exchange.move_on_gpu(&mut gpu, transfers, route)
+            });
+            self.gpu = Some(gpu);
+            return moved;
+        }
         self.move_by_route(&mut transfers, route)
+    }
+
+    /// Is never called: this build has no collectives on GPU memory.
+    #[cfg(not(feature = "nccl"))]
+    const fn move_on_gpu(
+        &mut self,
+        gpu: &mut Gpu,
+        _: &mut [Transfer<'_>],
+        _: &Route,
+    ) -> Result<(), CommError> {
+        match *gpu {}
     }
 
     /// Runs the collective of a route. On a local route it only copies this rank's own elements.
@@ -262,10 +305,16 @@ impl<'g> Exchange<'g> {
                 .iter()
                 .try_for_each(|&root| self.gather_or_all_gather(transfers, Some(root))),
             Route::Broadcast { root } => self.broadcast(transfers, *root),
-            Route::Scatter { root } => self.run_in_windows(transfers, |exchange, transfers| {
-                exchange.scatter(transfers, *root)
-            }),
-            Route::AllToAll => self.run_in_windows(transfers, Exchange::all_to_all),
+            Route::Scatter { root } => {
+                self.copy_own(transfers);
+                self.run_in_windows(transfers, |exchange, transfers| {
+                    exchange.scatter(transfers, *root)
+                })
+            }
+            Route::AllToAll => {
+                self.copy_own(transfers);
+                self.run_in_windows(transfers, Exchange::all_to_all)
+            }
         }
     }
 
@@ -279,14 +328,12 @@ impl<'g> Exchange<'g> {
     }
 
     /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a
-    /// bucket's size, so that no rank packs all of it at once. Before that, each rank copies the
-    /// elements that it has itself.
+    /// bucket's size, so that no rank packs all of it at once.
     fn run_in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        self.copy_own(transfers);
         // Several tensors fit into a bucket together, so only a single one may be too large.
         let [transfer] = transfers else {
             return run(self, transfers);
@@ -308,6 +355,7 @@ impl<'g> Exchange<'g> {
                     slot_boxes: transfer.slot_boxes,
                     sources: transfer.sources,
                     slots,
+                    gpu_tensor: transfer.gpu_tensor.clone(),
                 }],
             )?;
         }
@@ -415,23 +463,15 @@ impl<'g> Exchange<'g> {
         }
         // The root copies its own values and does not send them.
         wanted_bytes[root] = 0;
-        let mut start = 0;
-        while start < rank_count {
-            // Take as many ranks into this round as fit.
-            let mut end = start + 1;
-            while end < rank_count
-                && wanted_bytes[start..=end].iter().sum::<usize>() <= BUCKET_BYTES
-            {
-                end += 1;
-            }
+        for receivers in rounds_of_receivers(&wanted_bytes) {
             // Ranks outside this round get nothing in it.
             let mut counts = vec![0; rank_count];
-            counts[start..end].copy_from_slice(&wanted_bytes[start..end]);
+            counts[receivers.clone()].copy_from_slice(&wanted_bytes[receivers.clone()]);
             let mut send_buffer = Vec::new();
             if rank == root {
                 try_reserve(&mut send_buffer, counts.iter().sum())
                     .map_err(|error| self.abort(&error))?;
-                (start..end)
+                receivers
                     .filter(|&receiver| receiver != root)
                     .for_each(|receiver| self.pack_for(transfers, receiver, &mut send_buffer));
             }
@@ -449,7 +489,6 @@ impl<'g> Exchange<'g> {
                     root,
                 )
             })?;
-            start = end;
         }
         Ok(())
     }
@@ -501,7 +540,7 @@ impl<'g> Exchange<'g> {
 
     /// Runs a collective that receives pieces, directly into their destinations if possible, and
     /// otherwise into a buffer from which they are copied.
-    fn receive(
+    pub(super) fn receive(
         &mut self,
         transfers: &mut [Transfer<'_>],
         pieces: &[(usize, Piece)],
@@ -534,19 +573,22 @@ impl<'g> Exchange<'g> {
 
 /// One tensor of a bucket, as this rank sees it: the boxes that it has, and memory for those that
 /// it wants.
-struct Transfer<'a> {
-    layout: &'a Layout,
+pub(super) struct Transfer<'a> {
+    pub(super) layout: &'a Layout,
     /// The boxes of the slots.
-    slot_boxes: &'a [TensorBox],
+    pub(super) slot_boxes: &'a [TensorBox],
     /// The boxes that this rank has.
     sources: &'a [BoxBytes],
-    /// Memory for each wanted box; none if nothing has to be written, or after a failure.
-    slots: Vec<&'a mut [u8]>,
+    /// Memory for each wanted box; none if nothing has to be written on the host, or after a
+    /// failure.
+    pub(super) slots: Vec<&'a mut [u8]>,
+    /// The tensors of the wanted boxes, if they are on a GPU and are filled there.
+    pub(super) gpu_tensor: Option<ShardedTensor>,
 }
 
 impl<'a> Transfer<'a> {
     /// Returns a box of the tensor, to be sent.
-    fn outgoing<'b>(&self, bounds: &'b TensorBox) -> Outgoing<'b>
+    pub(super) fn outgoing<'b>(&self, bounds: &'b TensorBox) -> Outgoing<'b>
     where
         'a: 'b,
     {
@@ -568,7 +610,7 @@ impl<'a> Transfer<'a> {
     }
 
     /// Returns the number of bytes of a box.
-    fn bytes_of(&self, bounds: &TensorBox) -> usize {
+    pub(super) fn bytes_of(&self, bounds: &TensorBox) -> usize {
         bounds.numel() * self.layout.element_bytes
     }
 
@@ -606,7 +648,7 @@ impl<'a> Transfer<'a> {
 
 /// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by
 /// tensor.
-fn pieces_in_sender_order(
+pub(super) fn pieces_in_sender_order(
     transfers: &[Transfer<'_>],
     pieces_of: impl Fn(&Transfer<'_>) -> Vec<Piece>,
 ) -> Vec<(usize, Piece)> {
@@ -627,7 +669,7 @@ fn incoming_pieces(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece
 }
 
 /// Returns how many bytes `pieces` bring from each rank.
-fn bytes_from_ranks(
+pub(super) fn bytes_from_ranks(
     transfers: &[Transfer<'_>],
     pieces: &[(usize, Piece)],
     rank_count: usize,
@@ -670,6 +712,24 @@ fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<V
         }
     }
     Some(parts)
+}
+
+/// Returns the ranks of each round in which one rank sends others what they want. All that a round
+/// sends fits into a bucket, unless one rank wants more.
+pub(super) fn rounds_of_receivers(wanted_bytes: &[usize]) -> Vec<Range<usize>> {
+    let mut rounds = Vec::new();
+    let mut start = 0;
+    while start < wanted_bytes.len() {
+        let mut bytes = wanted_bytes[start];
+        let mut end = start + 1;
+        while end < wanted_bytes.len() && bytes.saturating_add(wanted_bytes[end]) <= BUCKET_BYTES {
+            bytes += wanted_bytes[end];
+            end += 1;
+        }
+        rounds.push(start..end);
+        start = end;
+    }
+    rounds
 }
 
 /// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no

@@ -2,9 +2,14 @@
 //!
 //! [`Layout`] is interval arithmetic that every rank does alike. [`Exchange`] carries it out, in
 //! buckets of small tensors and windows of large ones, from the memory of state dicts straight into
-//! memory that a target lends.
+//! memory that a target lends. In a group that has collectives on GPU memory, boxes are packed and
+//! sent there.
 
 mod exchange;
+#[cfg_attr(not(feature = "nccl"), path = "no_gpu.rs")]
+mod gpu;
+#[cfg(feature = "nccl")]
+mod on_gpu;
 mod packing;
 mod route;
 mod slots;

@@ -1,6 +1,8 @@
 //! Bytes of boxes: read from the tensors that hold them, packed for sending, and copied to their
 //! destinations.
 
+#[cfg(feature = "nccl")]
+use candle_core::DeviceLocation;
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
 use fsdp_flat::{RawTensor, non_temporal_copy};
@@ -11,7 +13,7 @@ use crate::error::StateError;
 use crate::memory::try_reserve;
 use crate::state_dict::StateValue;
 
-/// A box and its elements in host memory.
+/// A box and its elements: in host memory, or where they are.
 #[derive(Debug)]
 pub(crate) struct BoxBytes {
     bounds: TensorBox,
@@ -21,7 +23,7 @@ pub(crate) struct BoxBytes {
 /// The elements of a box.
 #[derive(Debug)]
 enum Data {
-    /// Contiguous, on the CPU.
+    /// Contiguous; on the CPU, unless it was to stay where it is.
     Tensor(Tensor),
     Raw(RawTensor),
 }
@@ -33,11 +35,34 @@ impl BoxBytes {
     /// # Errors
     /// A tensor that cannot be copied to the host.
     pub(crate) fn from_value(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
+        // Both steps share the storage if nothing has to change.
+        Self::of_value(value, |tensor| {
+            Ok(to_device(tensor, &Device::Cpu)?.contiguous()?)
+        })
+    }
+
+    /// Returns the same boxes as [`Self::from_value`], and leaves the elements on their device.
+    ///
+    /// # Errors
+    /// A tensor that cannot be made contiguous.
+    pub(super) fn in_place(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
+        Self::of_value(value, |tensor| Ok(tensor.contiguous()?))
+    }
+
+    /// Returns the boxes that a value has on this rank, each with what `place` makes of its tensor.
+    fn of_value(
+        value: &StateValue,
+        place: impl Fn(&Tensor) -> Result<Tensor, StateError>,
+    ) -> Result<Vec<BoxBytes>, StateError> {
+        let make = |bounds: TensorBox, tensor: &Tensor| {
+            // A box is read as one slice.
+            place(&tensor.detach()).map(|tensor| BoxBytes {
+                bounds,
+                data: Data::Tensor(tensor),
+            })
+        };
         match value {
-            StateValue::Tensor(tensor) => Ok(vec![Self::on_host(
-                TensorBox::whole(tensor.dims()),
-                tensor,
-            )?]),
+            StateValue::Tensor(tensor) => Ok(vec![make(TensorBox::whole(tensor.dims()), tensor)?]),
             StateValue::Raw(tensor) => Ok(vec![BoxBytes {
                 bounds: TensorBox::whole(tensor.shape()),
                 data: Data::Raw(tensor.clone()),
@@ -46,7 +71,7 @@ impl BoxBytes {
                 .shards()
                 .iter()
                 .filter(|shard| !shard.bounds.is_empty())
-                .map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor))
+                .map(|shard| make(shard.bounds.clone(), &shard.tensor))
                 .collect(),
             _ => Ok(Vec::new()),
         }
@@ -55,17 +80,6 @@ impl BoxBytes {
     /// Returns the box.
     pub(crate) const fn bounds(&self) -> &TensorBox {
         &self.bounds
-    }
-
-    /// Returns a box whose elements are in a tensor, which is copied to the host if it is not
-    /// there.
-    fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
-        // A box is read as one slice. Both steps share the storage if nothing has to change.
-        let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
-        Ok(BoxBytes {
-            bounds,
-            data: Data::Tensor(tensor),
-        })
     }
 
     /// Returns what `f` returns for the bytes of the box.
@@ -135,6 +149,28 @@ impl<'a> Outgoing<'a> {
             Data::Tensor(tensor) => Some(tensor),
             Data::Raw(_) => None,
         }
+    }
+
+    /// Returns the elements of the box in a contiguous tensor on the GPU with this CUDA ordinal,
+    /// if they are there, and if candle can cut them out.
+    #[cfg(feature = "nccl")]
+    pub(super) fn gpu_tensor(&self, ordinal: usize) -> Option<Tensor> {
+        let mut sources = self.sources.iter();
+        let source = sources
+            .find(|source| source.bounds.intersect(self.bounds).as_ref() == Some(self.bounds))?;
+        let Data::Tensor(tensor) = &source.data else {
+            return None;
+        };
+        if !matches!(tensor.device().location(), DeviceLocation::Cuda { gpu_id } if gpu_id == ordinal)
+        {
+            return None;
+        }
+        let mut part = tensor.reshape(source.bounds.sizes.as_slice()).ok()?;
+        for (dimension, &size) in self.bounds.sizes.iter().enumerate() {
+            let start = self.bounds.offsets[dimension] - source.bounds.offsets[dimension];
+            part = part.narrow(dimension, start, size).ok()?;
+        }
+        part.contiguous().ok()
     }
 
     /// Appends the box. If it cannot be read, too little may have been appended.
