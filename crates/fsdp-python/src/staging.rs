@@ -33,7 +33,8 @@ pub(crate) struct Staging {
     name: String,
 }
 
-/// A tensor to write: name, dtype, shape of the whole, offsets and sizes of the box, its bytes.
+/// A tensor to write: name, dtype, shape of the whole, offsets and sizes of the box, and its bytes,
+/// or a function that returns bytes of it: from a position on, and so many.
 type TensorItem<'py> = (
     String,
     String,
@@ -87,8 +88,9 @@ impl Staging {
         &self.name
     }
 
-    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on
-    /// the disk. Returns the place of each item in it, a report for [`Staging::finish`], and the
+    /// Writes the file of a rank, from the tensors' own memory, or from pieces that functions
+    /// return, several of which are called at once. When this returns, the file is on the disk.
+    /// Returns the place of each item in it, a report for [`Staging::finish`], and the
     /// values that cannot be read without running their pickles. Items are numbered in the order of
     /// `tensors`, and then of `values`.
     fn write_rank<'py>(
@@ -119,7 +121,11 @@ impl Staging {
             let box_bytes = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
-            let memory = borrow(&buffer, box_bytes, false)?;
+            let memory = if buffer.is_callable() {
+                TensorBytes::InPieces(buffer.unbind())
+            } else {
+                TensorBytes::Borrowed(borrow(&buffer, box_bytes, false)?)
+            };
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             items.tensors.entry(fqn).or_default().push((bounds, memory));
         }
@@ -221,10 +227,47 @@ fn finished_error() -> PyErr {
     wrong_argument("the checkpoint is finished, or was discarded")
 }
 
+/// The bytes of a box.
+enum TensorBytes {
+    Borrowed(PyBuffer<u8>),
+    /// A function that returns them in pieces, because the host has no memory of them.
+    InPieces(Py<PyAny>),
+}
+
+/// The bytes that such a function is asked for at a time: enough for the speed of the bus, and few
+/// enough to be in the processor's cache when they are used.
+const PIECE_BYTES: u64 = 4 << 20;
+
+/// Passes bytes that a function of Python's returns to `sink`, piece after piece. Python goes on
+/// with other things while the sink has one.
+///
+/// # Errors
+/// The function's, and memory that is no such piece; the errors of `sink`.
+fn pass_on_pieces(
+    fqn: &str,
+    read: &Py<PyAny>,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+) -> Result<(), FileError> {
+    for start in range.clone().step_by(PIECE_BYTES as usize) {
+        let len = PIECE_BYTES.min(range.end - start);
+        let piece = Python::attach(|py| {
+            let piece = read.bind(py).call1((start, len))?;
+            borrow(&piece, len as usize, false)
+        });
+        let piece = piece.map_err(|error| FileError::Payload {
+            fqn: fqn.to_owned(),
+            source: Box::new(error),
+        })?;
+        sink(borrowed_bytes(&piece))?;
+    }
+    Ok(())
+}
+
 /// The items that a rank writes. The tensors' bytes are in Python's memory.
 #[derive(Default)]
 struct PythonItems {
-    tensors: HashMap<String, Vec<(TensorBox, PyBuffer<u8>)>>,
+    tensors: HashMap<String, Vec<(TensorBox, TensorBytes)>>,
     /// The bytes of each value's item, and the value that a reader finds in them;
     /// [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
@@ -243,10 +286,14 @@ impl PayloadSource for PythonItems {
             .tensors
             .get(fqn)
             .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
-        let part = memory.and_then(|(_, memory)| {
-            borrowed_bytes(memory).get(range.start as usize..range.end as usize)
-        });
-        sink(part.ok_or_else(|| FileError::not_stored(fqn))?)
+        match memory {
+            Some((_, TensorBytes::InPieces(read))) => pass_on_pieces(fqn, read, range, sink),
+            Some((_, TensorBytes::Borrowed(memory))) => {
+                let part = borrowed_bytes(memory).get(range.start as usize..range.end as usize);
+                sink(part.ok_or_else(|| FileError::not_stored(fqn))?)
+            }
+            None => Err(FileError::not_stored(fqn)),
+        }
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {

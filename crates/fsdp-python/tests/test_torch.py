@@ -15,6 +15,7 @@ from conftest import assert_same_bits, of_every_dtype
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+import fsdp_checkpoint.torch as ours  # noqa: E402
 from fsdp_checkpoint import _native  # noqa: E402
 from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
@@ -78,6 +79,48 @@ def test_every_dtype_of_torch_is_saved_and_loaded(tmp_path, writer, reader):
     dcp.load(loaded, storage_reader=reader(tmp_path / "c"))
     for name, tensor in saved.items():
         assert_same_bits(loaded[name], tensor, name)
+
+
+def test_what_is_read_in_pieces_is_written_as_what_is_in_memory(tmp_path, monkeypatch):
+    # As tensors on GPUs are. Several pieces, of which the last one is not whole.
+    saved = state() | of_every_dtype(1) | {"long": torch.arange(2_900_001, dtype=torch.int32)}
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path / "whole"))
+    asked = []
+
+    class Pieces(ours._Pieces):
+        def __call__(self, start, length):
+            asked.append(length)
+            return super().__call__(start, length)
+
+    monkeypatch.setattr(ours, "_source_of", lambda tensor: Pieces(tensor.contiguous()))
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path / "pieces"))
+    assert max(asked) == 4 << 20 and asked.count(4 << 20) == 2
+    assert fc.verify(tmp_path / "pieces", "deep")["ok"]
+    files = [(tmp_path / name / "__0_0.distcp").read_bytes() for name in ("whole", "pieces")]
+    assert files[0] == files[1]
+
+
+def test_a_piece_that_cannot_be_read_fails_the_save(tmp_path, monkeypatch):
+    first = state()
+    dcp.save(first, storage_writer=StorageWriter(tmp_path / "last"))
+
+    def fail(start, length):
+        raise RuntimeError("no copy today")
+
+    def give_less(start, length):
+        return b"x" * (length - 1)
+
+    for source, message in ((fail, "no copy today"), (give_less, "bytes, where")):
+        monkeypatch.setattr(ours, "_source_of", lambda tensor, source=source: source)
+        writer = StorageWriter(tmp_path / "last")
+        with pytest.raises(CheckpointException, match=message):
+            dcp.save(state() | {"step": 8}, storage_writer=writer)
+        del writer
+        gc.collect()
+    loaded = zeroed(first)
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "last"))
+    assert_same(loaded, first)
+    assert os.listdir(tmp_path) == ["last"]
 
 
 def test_what_is_written_has_hashes_and_is_verified(tmp_path):

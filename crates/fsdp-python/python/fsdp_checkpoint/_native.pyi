@@ -34,7 +34,7 @@ class Staging:
     def write_rank(
         self,
         rank: int,
-        tensors: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Buffer]],
+        tensors: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Buffer | Callable[[int, int], Buffer]]],
         values: Sequence[tuple[str, bytes]],
     ) -> tuple[list[tuple[int, str, int, int]], bytes, list[tuple[str, str]]]: ...
     def finish(self, metadata: bytes, reports: Sequence[bytes]) -> None: ...

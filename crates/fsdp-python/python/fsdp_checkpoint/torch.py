@@ -25,7 +25,7 @@ import pickle
 import threading
 import uuid
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import storage
@@ -49,6 +49,9 @@ from . import _native
 from ._load import bytes_of, listing, opaque_error
 from ._place import Place
 from .errors import DifferenceError, UnsafeError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -137,11 +140,49 @@ class _Storage:
             self.path = os.fsdecode(checkpoint_id)
 
 
+class _Pieces:
+    """A contiguous tensor on a GPU, whose bytes are copied to pinned memory in pieces, by several threads at once.
+
+    So the host needs no memory for the tensor, and a piece is hashed and written while the next one is copied.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.reshape(-1).view(torch.uint8)
+        if tensor.is_cuda:
+            # The threads copy in other streams than the one that has computed the tensor.
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def __call__(self, start: int, length: int) -> np.ndarray[Any, Any]:
+        """Return a copy of these bytes on the host."""
+        piece = _host_memory((length,), torch.uint8, self._bytes.device)
+        piece.copy_(self._bytes[start : start + length])
+        return bytes_of(piece)
+
+
+def _host_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of the host for copies from a device or to it: pinned for a GPU, if the host has some to pin."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError:
+            # Other memory does it too, more slowly.
+            pass
+    return torch.empty(size, dtype=dtype, device="cpu")
+
+
+def _source_of(tensor: torch.Tensor) -> np.ndarray[Any, Any] | _Pieces:
+    """Return the bytes of a tensor on the host, or what reads them from a GPU."""
+    # What is not contiguous is made so on the host, where there is more memory.
+    if tensor.is_cuda and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return _Pieces(tensor)
+    return bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+
+
 class StorageWriter(_Storage, storage.StorageWriter):
     """Writes DCP checkpoints that are committed in one step, with hashes.
 
-    Every rank writes one file with several threads, straight from the memory of its tensors; tensors on GPUs are copied to the
-    host first. If one rank fails, the save fails on all ranks, and an existing checkpoint stays as it was. The files of the failed
+    Every rank writes one file with several threads, straight from the memory of its tensors; tensors on GPUs are copied to pinned
+    memory in pieces of 4 MiB, and written from there. If one rank fails, the save fails on all ranks, and an existing checkpoint stays as it was. The files of the failed
     save are removed by the next save with this writer, by :meth:`reset`, or when the writer is deleted.
 
     A value that only running code can build, such as an object of NumPy or of a class, is saved with a warning: a reader refuses
@@ -222,9 +263,9 @@ class StorageWriter(_Storage, storage.StorageWriter):
             if data.size() != chunk.sizes:
                 found, expected = tuple(data.size()), tuple(chunk.sizes)
                 raise UsageError(f"`{item.index.fqn}` has shape {found}, but the plan says {expected}")
-            data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            data = data.detach()
             dtype = str(data.dtype).removeprefix("torch.")
-            tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], bytes_of(data)))
+            tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], _source_of(data)))
         places, report, opaque = staging.write_rank(rank_plan.rank, tensors, values)
         _warn_of(opaque)
         results: list[WriteResult] = [
@@ -314,7 +355,7 @@ class _Batch:
         # Tied weights are two keys with the same memory. Two threads must not fill it at once, so the second read gets memory of
         # its own.
         direct = direct and self._spans.add(target.data_ptr(), target.numel() * target.element_size())
-        memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
+        memory = target if direct else _host_memory(tuple(item.lengths), dtype, target.device)
         self.staged += 0 if direct else memory.nbytes
         self._reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
         self._targets.append((item, target, memory))
