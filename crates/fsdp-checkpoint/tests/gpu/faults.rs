@@ -51,7 +51,7 @@ fn a_failure_of_one_rank_is_an_error_on_every_rank_and_the_next_save_works() {
 }
 
 /// Returns the steps of the checkpoints of a run, all of which can be read.
-fn readable_steps(dir: &Path) -> Vec<u64> {
+pub(crate) fn readable_steps(dir: &Path) -> Vec<u64> {
     let found = list_checkpoints(dir).unwrap();
     for checkpoint in &found {
         load_whole(&checkpoint.path, &[], &LoadOptions::default()).unwrap();

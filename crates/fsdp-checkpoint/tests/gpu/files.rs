@@ -20,7 +20,7 @@ use crate::counts::is_pinned;
 /// The error of a disk that is full.
 const NO_SPACE: i32 = 28;
 
-/// What has gone through a file system.
+/// The bytes that have gone through a file system.
 #[derive(Debug)]
 struct Flow {
     /// Bytes that were written from pinned memory, and from other memory.

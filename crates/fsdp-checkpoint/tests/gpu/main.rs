@@ -6,7 +6,11 @@
 mod counts;
 mod faults;
 mod files;
+mod killed;
 mod plan;
+#[expect(dead_code, reason = "other test programs need the rest")]
+#[path = "../../../fsdp-comm/tests/processes/mod.rs"]
+mod processes;
 #[expect(dead_code, reason = "other test programs ask for the rest")]
 #[path = "../../../fsdp-comm/tests/stand_in/mod.rs"]
 mod stand_in;
@@ -18,7 +22,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
     Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState,
-    get_state_dict, load_whole, save, step_path,
+    get_state_dict, load_in_place, load_whole, save, state_digest, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::{HostBytes, HostBytesMut};
@@ -34,6 +38,14 @@ use fsdp_state::{StateDict, StateValue, flatten_state_dict};
 
 use self::counts::counts;
 use self::files::WatchedFiles;
+
+/// The program of each rank, in tests whose ranks are processes.
+#[test]
+fn rank_process() {
+    if std::env::var_os("FSDP_TEST").is_some() {
+        killed::run_rank();
+    }
+}
 
 type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
 
@@ -229,7 +241,7 @@ fn large_run(
 
 type LargeModules = (Unit<Linear>, Linear);
 
-/// Computes gradients, which differ from call to call.
+/// Computes gradients, which differ from number to number.
 fn backward(run: &TrainState<LargeModules>, number: usize) {
     let device = Device::new_cuda(0).unwrap();
     let x = (Tensor::ones((2, WIDTHS[0]), DType::F32, &device).unwrap() * (number as f64)).unwrap();
@@ -438,6 +450,35 @@ fn a_save_copies_each_byte_once_and_training_does_not_wait_for_it() {
 }
 
 #[test]
+fn a_save_to_memory_copies_each_byte_once() {
+    let _alone = alone();
+    let (dir, tier) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let files = WatchedFiles::new();
+    run_local(1, |group| {
+        let options = CheckpointerOptions {
+            memory_tier: Some(files.location(tier.path())),
+            ..CheckpointerOptions::default()
+        };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let adamw = Algorithm::AdamW(AdamOptions::adamw());
+        let mut run = large_run(group, on_gpu(), &adamw, false);
+        backward(&run, 1);
+        step(&mut run);
+        let state_bytes = gpu_bytes(&run);
+        let has_counts = counts().to_device > 0;
+        checkpointer.save(1, &run).unwrap();
+        files.take_written();
+        let before = counts();
+        checkpointer.save_to_memory(2, &run).unwrap();
+        let saved = counts().since(before);
+        assert!(!has_counts || saved.to_host == state_bytes, "{saved:?}");
+        let written = files.take_written();
+        assert!(!has_counts || written[0] == LARGE_BYTES, "{written:?}");
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_load_copies_each_byte_once_into_the_live_tensors() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
@@ -471,6 +512,43 @@ fn a_load_copies_each_byte_once_into_the_live_tensors() {
         }
         let again = checkpointer.save(2, &run).unwrap();
         assert_eq!(again.digest, saved.digest);
+    })
+    .unwrap();
+}
+
+#[test]
+fn long_tensors_are_loaded_through_pinned_memory_too() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let files = WatchedFiles::new();
+    run_local(1, |group| {
+        let device = Device::new_cuda(0).unwrap();
+        // Longer and longer, and then shorter ones, which find the memory of the longer ones.
+        let lengths = [9_000_000, 30_000_000, 24_000_000, 9_000_000, 300_000];
+        let mut state = StateDict::new();
+        for (number, length) in lengths.into_iter().enumerate() {
+            let tensor = Tensor::arange(0u32, length, &device).unwrap();
+            state.insert(format!("{number}"), tensor);
+        }
+        let path = files.location(&dir.path().join("saved"));
+        let saved = save(path.clone(), &state, &group, &SaveOptions::default()).unwrap();
+        let digest = state_digest(&state, &group).unwrap();
+        for (_, value) in &state {
+            HostBytesMut::write(value.as_tensor().unwrap())
+                .unwrap()
+                .fill(7);
+        }
+        let has_counts = counts().to_device > 0;
+        files.take_read();
+        let before = counts();
+        load_in_place(path, &mut state, &group, &LoadOptions::default()).unwrap();
+        let loaded = counts().since(before);
+        let bytes = saved.rank_bytes;
+        assert!(!has_counts || loaded.to_device == bytes, "{loaded:?}");
+        let read = files.take_read();
+        assert!(!has_counts || read[0] == bytes, "{read:?} {bytes}");
+        assert!(loaded.pinned <= 256 << 20, "{loaded:?}");
+        assert_eq!(state_digest(&state, &group).unwrap(), digest);
     })
     .unwrap();
 }

@@ -1,4 +1,4 @@
-//! What the first plan of a save asks of GPUs does not grow with the number of parameters.
+//! The first plan of a save asks no more of GPUs if there are more parameters.
 
 use std::sync::{Arc, Mutex};
 
