@@ -6,6 +6,8 @@
 mod counts;
 mod faults;
 mod files;
+#[cfg(feature = "nccl")]
+mod full;
 mod killed;
 mod plan;
 #[expect(dead_code, reason = "other test programs need the rest")]
@@ -42,8 +44,11 @@ use self::files::WatchedFiles;
 /// The program of each rank, in tests whose ranks are processes.
 #[test]
 fn rank_process() {
-    if std::env::var_os("FSDP_TEST").is_some() {
-        killed::run_rank();
+    match std::env::var("FSDP_TEST").as_deref() {
+        #[cfg(feature = "nccl")]
+        Ok("full") => full::run_rank(),
+        Ok(_) => killed::run_rank(),
+        Err(_) => {}
     }
 }
 
@@ -241,10 +246,14 @@ fn large_run(
 
 type LargeModules = (Unit<Linear>, Linear);
 
-/// Computes gradients, which differ from number to number.
+/// Computes gradients on the first GPU, which differ from number to number.
 fn backward(run: &TrainState<LargeModules>, number: usize) {
-    let device = Device::new_cuda(0).unwrap();
-    let x = (Tensor::ones((2, WIDTHS[0]), DType::F32, &device).unwrap() * (number as f64)).unwrap();
+    backward_on(run, number, &Device::new_cuda(0).unwrap());
+}
+
+/// Computes gradients, which differ from number to number.
+fn backward_on(run: &TrainState<LargeModules>, number: usize, device: &Device) {
+    let x = (Tensor::ones((2, WIDTHS[0]), DType::F32, device).unwrap() * (number as f64)).unwrap();
     let loss = run
         .model
         .forward(|(a, head)| {

@@ -183,6 +183,8 @@ impl GpuBuffer {
             return Ok(());
         }
         let first = self.address(&(0..len * count))?;
+        let context = self.stream.context();
+        context.bind_to_thread().map_err(cuda_error)?;
         for index in 1..count {
             // SAFETY: there is room, and the parts do not overlap.
             unsafe {
