@@ -8,10 +8,6 @@
     unsafe_code,
     reason = "a variable for NCCL, which no other thread reads yet"
 )]
-#![expect(
-    clippy::disallowed_methods,
-    reason = "what ranks tell the test is no checkpoint"
-)]
 
 #[expect(dead_code, reason = "other test programs need the rest")]
 #[path = "../../fsdp-comm/tests/processes/mod.rs"]

@@ -211,8 +211,8 @@ impl Pool {
         Ok(self.pin(ordinal, len))
     }
 
-    /// Returns the position of the shortest idle block of at least so many bytes that `may_be_taken`
-    /// selects, and the oldest of several.
+    /// Returns the position of the shortest idle block of at least so many bytes that
+    /// `may_be_taken` selects, and the oldest of several.
     fn find_idle(
         &self,
         len: usize,
