@@ -25,8 +25,8 @@ use candle_core::{
 
 use crate::kernels::Runner;
 
-/// A parameter, which receives its gradient.
-pub trait Leaf: Send + Sync {
+/// A parameter, which receives its gradient: a leaf of the graph.
+pub trait Receiver: Send + Sync {
     /// Receives the whole gradient of a backward, which no longer needs the parameter.
     ///
     /// # Errors
@@ -42,7 +42,7 @@ impl Registered {
     /// Registers a parameter: a tensor that candle has computed by an operation on a variable,
     /// `anchor`. That operation has to pass each gradient to [`collect`].
     #[must_use]
-    pub fn new(parameter: &Tensor, anchor: &Tensor, leaf: Weak<dyn Leaf>) -> Self {
+    pub fn new(parameter: &Tensor, anchor: &Tensor, leaf: Weak<dyn Receiver>) -> Self {
         let anchor = anchor.clone();
         lock_entries().insert(parameter.id(), Entry::Leaf { leaf, anchor });
         Registered(parameter.id())
@@ -58,7 +58,7 @@ impl Drop for Registered {
 /// A tensor of the graph that is not candle's.
 enum Entry {
     Leaf {
-        leaf: Weak<dyn Leaf>,
+        leaf: Weak<dyn Receiver>,
         anchor: Tensor,
     },
     Output(Weak<Node>),
@@ -72,16 +72,24 @@ fn lock_entries() -> MutexGuard<'static, HashMap<TensorId, Entry>> {
     ENTRIES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An operation with its inputs.
-pub(crate) trait Recorded: Send + Sync {
+/// An operation with its inputs, for [`record`].
+pub trait Recorded: Send + Sync {
+    /// The name, for messages.
     fn name(&self) -> &'static str;
 
+    /// The tensors that the output depends on. Those without a history get no gradient.
     fn inputs(&self) -> &[Tensor];
 
     /// Computes the output, and returns it with its shape.
+    ///
+    /// # Errors
+    /// Any: they are those of [`record`].
     fn forward(&self) -> Result<(Storage, Shape)>;
 
     /// Computes the gradient of each input from that of the output.
+    ///
+    /// # Errors
+    /// Any: they end the backward.
     fn backward(&self, output: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>>;
 }
 
@@ -128,7 +136,8 @@ pub fn before_backward<H: Hook + 'static>(tensor: &Tensor, hook: H) -> Option<H>
 
 /// Returns the anchor for an operation with these inputs; `None` if it belongs to candle's graph,
 /// because no input is in ours.
-pub(crate) fn anchor(inputs: &[&Tensor]) -> Option<Tensor> {
+#[must_use]
+pub fn anchor(inputs: &[&Tensor]) -> Option<Tensor> {
     let entries = lock_entries();
     inputs
         .iter()
@@ -138,11 +147,12 @@ pub(crate) fn anchor(inputs: &[&Tensor]) -> Option<Tensor> {
         })
 }
 
-/// Runs an operation, and adds it to the graph.
+/// Runs an operation, which may have any number of inputs, and adds it to the graph. `anchor` is
+/// what [`anchor`] returns for its inputs.
 ///
 /// # Errors
 /// Those of the operation.
-pub(crate) fn record(operation: Box<dyn Recorded>, anchor: Tensor) -> Result<Tensor> {
+pub fn record(operation: Box<dyn Recorded>, anchor: Tensor) -> Result<Tensor> {
     let node = Arc::new(Node {
         operation,
         anchor: anchor.clone(),
@@ -196,15 +206,15 @@ fn devices_error<T>(operation: &'static str) -> Result<T> {
     candle_core::bail!("{operation}: a tensor on another device than the others")
 }
 
-/// What a tensor is in a backward.
+/// The part that a tensor has in a backward.
 enum Kind {
-    Leaf(Arc<dyn Leaf>),
+    Leaf(Arc<dyn Receiver>),
     Output(Arc<Node>),
     /// Computed by candle's operations, or a variable.
     Candle,
 }
 
-/// Returns what a tensor is.
+/// Returns the part that a tensor has in a backward.
 fn kind_of(tensor: &Tensor) -> Kind {
     match lock_entries().get(&tensor.id()) {
         Some(Entry::Leaf { leaf, .. }) => leaf.upgrade().map_or(Kind::Candle, Kind::Leaf),
@@ -320,9 +330,10 @@ pub fn collect(tensor: &Tensor, grad: &Tensor) -> Result<bool> {
         };
         *uses = uses.saturating_sub(1);
         let is_complete = *uses == 0;
+        let grad = grad.detach();
         let sum = match progress.grads.remove(&tensor.id()) {
             Some(sum) => (sum + grad)?,
-            None => grad.detach(),
+            None => grad,
         };
         progress.grads.insert(tensor.id(), sum);
         Ok::<_, Error>(Some(is_complete))

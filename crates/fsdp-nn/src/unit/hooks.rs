@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, Weak};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
-use fsdp_ops::autograd::{self, Hook, Leaf, Registered};
+use fsdp_ops::autograd::{self, Hook, Receiver, Registered};
 
 use super::handle::FlatParamHandle;
 #[cfg(feature = "cuda")]
@@ -85,7 +85,7 @@ impl ParameterSlot {
         let mut leaves = lock_leaves();
         leaves.insert(ids[0], Some(Arc::downgrade(self)));
         leaves.insert(ids[1], None);
-        let slot: Arc<dyn Leaf> = self.clone();
+        let slot: Arc<dyn Receiver> = self.clone();
         let registered = Registered::new(parameter, anchor, Arc::downgrade(&slot));
         let tensors = self.tensors.set((ids, registered));
         tensors.expect("a parameter has one tensor");
@@ -119,7 +119,7 @@ impl ParameterSlot {
     }
 }
 
-impl Leaf for ParameterSlot {
+impl Receiver for ParameterSlot {
     fn receive(&self, grad: &Tensor) -> candle_core::Result<()> {
         // The model may be gone, while its loss is still there.
         if let Some((unit, param)) = self.place() {
@@ -219,8 +219,8 @@ impl PreBackward {
         }
     }
 
-    /// Attaches the hook to a tensor, and returns the tensor. One that candle has computed is copied
-    /// for that.
+    /// Attaches the hook to a tensor, and returns the tensor. One that candle has computed is
+    /// copied for that.
     ///
     /// # Errors
     /// candle's, of the copy.

@@ -1,22 +1,26 @@
 //! Activation checkpointing: parts of a model whose activations are not kept, and whose forward is
 //! computed again in the backward.
 //!
-//! A [`recompute`]d part is one node of candle's graph. Its backward runs the forward again,
-//! recording a graph this time, and then a backward of that graph inside the outer backward. The
-//! tensors that get gradients (its inputs and the parameters that it uses) are arguments of a chain
-//! of [`Link`] nodes below it. So candle knows what the part depends on, and accumulates gradients
-//! in the same order as without recomputation.
+//! A [`recompute`]d part is one operation. Its backward runs the forward again, recording a graph
+//! this time, and then a backward of that graph inside the outer backward. Its inputs are the
+//! tensors that get gradients: those of the part, and the parameters that it uses.
+//!
+//! A part that uses parameters of sharded models is an operation of `fsdp_ops::autograd`. An
+//! operation of candle's has three inputs at most. So a part without such parameters depends on the
+//! tensors through a chain of [`Link`] nodes.
 
 use std::sync::{Arc, Mutex};
 
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var,
+    CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Storage, Tensor, Var,
 };
 
-use fsdp_ops::autograd;
+use fsdp_ops::autograd::{self, Recorded};
 
 use super::hooks::{ParameterSlot, copy_contiguous, is_anchor, parameter_of};
 use crate::guards::lock;
+
+const NAME: &str = "recompute";
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed
 /// again in the backward, from the same input. Between the two only the input takes memory.
@@ -153,12 +157,11 @@ pub fn recompute(
     if !output.dtype().is_float() {
         return Err(candle_core::Error::UnsupportedDTypeForOp(
             output.dtype(),
-            "recompute",
+            NAME,
         ));
     }
-    // Step 3: make a chain of links, one for each target, on which the output will depend. Inputs
-    // come first: candle's backward passes the links from last to first, so that parameters get
-    // their gradients before the layers in front of this part do.
+    // Inputs come first: candle's backward passes the links of step 4 from last to first, so that
+    // variables get their gradients before the layers in front of this part do.
     targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part {
@@ -167,7 +170,21 @@ pub fn recompute(
         targets,
         gradients: Mutex::default(),
     });
-    let mut token = Tensor::zeros(1, DType::F32, output.device())?;
+    // Step 3: return the output of step 1 without its graph, as that of one operation.
+    let device = output.device().clone();
+    let output = Mutex::new(Some(output.detach()));
+    let references: Vec<&Tensor> = tensors.iter().collect();
+    if let Some(anchor) = autograd::anchor(&references) {
+        let operation = RecordedPart {
+            part,
+            output,
+            tensors,
+        };
+        return autograd::record(Box::new(operation), anchor);
+    }
+    // Step 4: in candle's graph, make a chain of links, one for each target, on which the output
+    // depends.
+    let mut token = Tensor::zeros(1, DType::F32, &device)?;
     for (index, tensor) in tensors.iter().enumerate() {
         token = token.apply_op2(
             tensor,
@@ -177,11 +194,7 @@ pub fn recompute(
             },
         )?;
     }
-    // Step 4: return the output of step 1 without its graph. It depends on the chain instead.
-    token.apply_op1(Node {
-        part,
-        output: Mutex::new(Some(output.detach())),
-    })
+    token.apply_op1(Node { part, output })
 }
 
 /// An input of a part.
@@ -268,18 +281,18 @@ struct Part {
     f: Box<Compute>,
     inputs: Vec<Input>,
     targets: Vec<Target>,
-    /// The gradients that the backward has computed and not yet passed on, in the order of
-    /// `targets`.
+    /// The gradients that the backward has computed and the links have not yet passed on, in the
+    /// order of `targets`.
     gradients: Mutex<Vec<Option<Tensor>>>,
 }
 
 impl Part {
     /// Computes the part again, and from the gradient of its output the gradients of all targets,
-    /// which the links then pass on.
+    /// in their order. A target that the part does not use this time has none.
     ///
     /// # Errors
     /// Values that have changed since the forward; a part that computes something else this time.
-    fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
+    fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
         for target in &self.targets {
             if let Target::Parameter {
                 slot,
@@ -296,17 +309,17 @@ impl Part {
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(recompute_mismatch_error());
         }
-        // The links pass the gradients of parameters on to the outer backward.
+        // The outer backward passes the gradients of parameters on.
         let (mut store, mut parameters) = autograd::gradients(&output, grad)?;
         let gradients = self.targets.iter().map(|target| match target {
             Target::Input(index) => store.remove(&stand_ins[*index]),
             Target::Parameter { tensor, .. } => parameters.remove(&tensor.id()),
             Target::Variable(tensor) => store.remove(tensor),
         });
-        *lock(&self.gradients) = gradients.collect();
+        let gradients = gradients.collect();
         // The remaining gradients are of parameters that the first forward did not use.
         if parameters.is_empty() {
-            Ok(())
+            Ok(gradients)
         } else {
             Err(recompute_mismatch_error())
         }
@@ -322,6 +335,56 @@ fn recompute_mismatch_error() -> candle_core::Error {
     )
 }
 
+/// Returns the output of a part, which has not been taken yet.
+fn take_output(output: &Mutex<Option<Tensor>>) -> Result<Tensor> {
+    lock(output).take().ok_or_else(|| {
+        candle_core::Error::Msg("the output of a recomputed part is taken twice".to_owned())
+    })
+}
+
+/// A part as an operation of `fsdp_ops::autograd`.
+struct RecordedPart {
+    part: Arc<Part>,
+    /// The output, until the forward takes it.
+    output: Mutex<Option<Tensor>>,
+    /// The tensors of the targets.
+    tensors: Vec<Tensor>,
+}
+
+impl Recorded for RecordedPart {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn inputs(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    fn forward(&self) -> Result<(Storage, Shape)> {
+        let output = take_output(&self.output)?;
+        let (storage, layout) = output.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(storage) => {
+                let (copy, shape) = copy_contiguous(storage, layout)?;
+                Ok((Storage::Cpu(copy), shape))
+            }
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) => {
+                let (copy, shape) = copy_contiguous(storage, layout)?;
+                Ok((Storage::Cuda(copy), shape))
+            }
+            _ => Err(recompute_mismatch_error()),
+        }
+    }
+
+    fn backward(&self, output: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>> {
+        let gradients = self.part.compute_gradients(output, grad)?.into_iter();
+        gradients
+            .map(|gradient| gradient.ok_or_else(recompute_mismatch_error))
+            .collect()
+    }
+}
+
 /// The op whose output is that of a part. Its argument is the last link of the chain, and its
 /// backward computes the part again.
 struct Node {
@@ -330,24 +393,16 @@ struct Node {
     output: Mutex<Option<Tensor>>,
 }
 
-impl Node {
-    fn take_output(&self) -> Result<Tensor> {
-        lock(&self.output).take().ok_or_else(|| {
-            candle_core::Error::Msg("the output of a recomputed part is taken twice".to_owned())
-        })
-    }
-}
-
 impl CustomOp1 for Node {
     fn name(&self) -> &'static str {
-        "fsdp-recompute"
+        NAME
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let output = self.take_output()?;
+        let output = take_output(&self.output)?;
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
-            candle_core::Storage::Cpu(storage) => copy_contiguous(storage, layout),
+            Storage::Cpu(storage) => copy_contiguous(storage, layout),
             _ => Err(recompute_mismatch_error()),
         }
     }
@@ -358,16 +413,16 @@ impl CustomOp1 for Node {
         _: &candle_core::CudaStorage,
         _: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let output = self.take_output()?;
+        let output = take_output(&self.output)?;
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
-            candle_core::Storage::Cuda(storage) => copy_contiguous(storage, layout),
+            Storage::Cuda(storage) => copy_contiguous(storage, layout),
             _ => Err(recompute_mismatch_error()),
         }
     }
 
     fn bwd(&self, token: &Tensor, node: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        self.part.compute_gradients(node, grad)?;
+        *lock(&self.part.gradients) = self.part.compute_gradients(node, grad)?;
         Ok(Some(token.detach()))
     }
 }

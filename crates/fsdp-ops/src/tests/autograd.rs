@@ -7,7 +7,7 @@ use candle_core::{
     CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, Var,
 };
 
-use crate::autograd::{self, Hook, Leaf, Registered};
+use crate::autograd::{self, Hook, Receiver, Registered};
 use crate::{add, cross_entropy, embedding, gelu_erf, layer_norm, linear, linear_gelu_erf};
 
 /// The gradients that parameters have received, by their numbers.
@@ -19,7 +19,7 @@ struct Noted {
     received: Received,
 }
 
-impl Leaf for Noted {
+impl Receiver for Noted {
     fn receive(&self, grad: &Tensor) -> Result<()> {
         let mut received = self.received.lock().unwrap();
         received.push((self.number, grad.clone()));
