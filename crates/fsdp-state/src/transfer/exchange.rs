@@ -201,9 +201,12 @@ impl<'g> Exchange<'g> {
         // Step 1: read the boxes that this rank has. A GPU sends them from where they are.
         let mut sources = Vec::with_capacity(items.len());
         for item in items {
-            let read = self.attempt(|| match is_on_gpu {
-                true => BoxBytes::in_place(item.source),
-                false => BoxBytes::from_value(item.source),
+            let read = self.attempt(|| {
+                if is_on_gpu {
+                    BoxBytes::in_place(item.source)
+                } else {
+                    BoxBytes::from_value(item.source)
+                }
             });
             // After a failure this rank sends zeros.
             sources.push(read.unwrap_or_default());
