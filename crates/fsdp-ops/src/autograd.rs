@@ -7,10 +7,15 @@
 //! as it is, and only a second one is added to it.
 //!
 //! To candle the output of such an operation is computed from one small variable, the *anchor* of a
-//! parameter, and from nothing else. [`backward`] goes through both graphs: where an operation has
-//! an argument that candle's operations have computed, it runs candle's backward of that argument,
-//! which ends at outputs and parameters. So both kinds of operations may be mixed in any way, and
-//! gradients are the same. candle's own `backward` is an error for such outputs.
+//! parameter, and from nothing else. [`backward`] goes through both graphs: where it comes to a
+//! tensor that candle's operations have computed, it runs candle's backward of that tensor, which
+//! ends at outputs and parameters. candle's own `backward` is an error for such outputs.
+//!
+//! candle's backward cannot end at a tensor of its own graph, and goes on to all that it was
+//! computed from. If each operation behind a sum of candle's began one, the layers of a model would
+//! be passed again and again. So an operation is in our graph only if all its inputs are: outputs,
+//! parameters, views of them, and variables. Behind one of candle's operations that is no view, all
+//! operations are candle's, and gradients are the same.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -36,7 +41,11 @@ pub trait Receiver: Send + Sync {
 
 /// The registration of a parameter, which ends when it is dropped.
 #[derive(Debug)]
-pub struct Registered(TensorId);
+pub struct Registered {
+    parameter: TensorId,
+    /// The address of its storage.
+    address: usize,
+}
 
 impl Registered {
     /// Registers a parameter: a tensor that candle has computed by an operation on a variable,
@@ -44,14 +53,18 @@ impl Registered {
     #[must_use]
     pub fn new(parameter: &Tensor, anchor: &Tensor, leaf: Weak<dyn Receiver>) -> Self {
         let anchor = anchor.clone();
-        lock_entries().insert(parameter.id(), Entry::Leaf { leaf, anchor });
-        Registered(parameter.id())
+        let address = storage_address(parameter);
+        lock_entries().insert(parameter.id(), address, Entry::Leaf { leaf, anchor });
+        Registered {
+            parameter: parameter.id(),
+            address,
+        }
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        lock_entries().remove(&self.0);
+        lock_entries().remove(self.parameter, self.address);
     }
 }
 
@@ -64,12 +77,51 @@ enum Entry {
     Output(Weak<Node>),
 }
 
-/// The tensors of the graph, by their ids: a tensor does not reveal the operation that made it.
-static ENTRIES: LazyLock<Mutex<HashMap<TensorId, Entry>>> = LazyLock::new(Mutex::default);
+/// The tensors of the graph.
+#[derive(Default)]
+struct Entries {
+    /// By their ids: a tensor does not reveal the operation that made it.
+    by_id: HashMap<TensorId, Entry>,
+    /// The ids by the addresses of the storages, which views share.
+    ids: HashMap<usize, TensorId>,
+}
 
-fn lock_entries() -> MutexGuard<'static, HashMap<TensorId, Entry>> {
+impl Entries {
+    fn insert(&mut self, id: TensorId, address: usize, entry: Entry) {
+        self.by_id.insert(id, entry);
+        self.ids.insert(address, id);
+    }
+
+    fn remove(&mut self, id: TensorId, address: usize) {
+        self.by_id.remove(&id);
+        // A new tensor may have got the address already.
+        if self.ids.get(&address) == Some(&id) {
+            self.ids.remove(&address);
+        }
+    }
+
+    /// Returns the anchor of a tensor with this storage, or of that of which it is a view; `None`
+    /// if neither is in the graph.
+    fn anchor(&self, tensor: &Tensor, address: usize) -> Option<Tensor> {
+        let viewed = || self.by_id.get(self.ids.get(&address)?);
+        match self.by_id.get(&tensor.id()).or_else(viewed)? {
+            Entry::Leaf { anchor, .. } => Some(anchor.clone()),
+            Entry::Output(node) => Some(node.upgrade()?.anchor.clone()),
+        }
+    }
+}
+
+static ENTRIES: LazyLock<Mutex<Entries>> = LazyLock::new(Mutex::default);
+
+fn lock_entries() -> MutexGuard<'static, Entries> {
     // Each entry is whole, so a panic of another thread leaves nothing half done.
     ENTRIES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the address of a tensor's storage, which is that of its views, too.
+fn storage_address(tensor: &Tensor) -> usize {
+    let (storage, _) = tensor.storage_and_layout();
+    std::ptr::from_ref::<Storage>(&storage).addr()
 }
 
 /// An operation with its inputs, for [`record`].
@@ -98,15 +150,15 @@ struct Node {
     operation: Box<dyn Recorded>,
     /// The variable that candle takes for what the output is computed from.
     anchor: Tensor,
-    /// The id of the output.
-    output: OnceLock<TensorId>,
+    /// The id of the output, and the address of its storage.
+    output: OnceLock<(TensorId, usize)>,
     hooks: Mutex<Vec<Box<dyn Hook>>>,
 }
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if let Some(id) = self.output.get() {
-            lock_entries().remove(id);
+        if let Some((id, address)) = self.output.get() {
+            lock_entries().remove(*id, *address);
         }
     }
 }
@@ -134,17 +186,25 @@ pub fn before_backward<H: Hook + 'static>(tensor: &Tensor, hook: H) -> Option<H>
     }
 }
 
-/// Returns the anchor for an operation with these inputs; `None` if it belongs to candle's graph,
-/// because no input is in ours.
+/// Returns the anchor for an operation with these inputs; `None` if it belongs to candle's graph:
+/// because no input is in ours, or one is computed by candle's operations.
 #[must_use]
 pub fn anchor(inputs: &[&Tensor]) -> Option<Tensor> {
+    let inputs = inputs.iter().filter(|input| input.track_op());
+    let addressed: Vec<(&Tensor, usize)> = inputs
+        .map(|&input| (input, storage_address(input)))
+        .collect();
     let entries = lock_entries();
-    inputs
-        .iter()
-        .find_map(|input| match entries.get(&input.id())? {
-            Entry::Leaf { anchor, .. } => Some(anchor.clone()),
-            Entry::Output(node) => Some(node.upgrade()?.anchor.clone()),
-        })
+    let mut found = None;
+    for (input, address) in addressed {
+        match entries.anchor(input, address) {
+            Some(anchor) => found = found.or(Some(anchor)),
+            // A variable is computed from nothing.
+            None if input.is_variable() => (),
+            None => return None,
+        }
+    }
+    found
 }
 
 /// Runs an operation, which may have any number of inputs, and adds it to the graph. `anchor` is
@@ -161,9 +221,10 @@ pub fn record(operation: Box<dyn Recorded>, anchor: Tensor) -> Result<Tensor> {
     });
     let output = anchor.apply_op1(ForCandle(Arc::clone(&node)))?;
     let entry = Entry::Output(Arc::downgrade(&node));
+    let address = storage_address(&output);
     // Nobody else has the new node.
-    let _ = node.output.set(output.id());
-    lock_entries().insert(output.id(), entry);
+    let _ = node.output.set((output.id(), address));
+    lock_entries().insert(output.id(), address, entry);
     Ok(output)
 }
 
@@ -216,7 +277,7 @@ enum Kind {
 
 /// Returns the part that a tensor has in a backward.
 fn kind_of(tensor: &Tensor) -> Kind {
-    match lock_entries().get(&tensor.id()) {
+    match lock_entries().by_id.get(&tensor.id()) {
         Some(Entry::Leaf { leaf, .. }) => leaf.upgrade().map_or(Kind::Candle, Kind::Leaf),
         Some(Entry::Output(node)) => node.upgrade().map_or(Kind::Candle, Kind::Output),
         None => Kind::Candle,

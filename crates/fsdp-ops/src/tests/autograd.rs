@@ -1,5 +1,6 @@
 //! The backward of registered parameters: its gradients are those of candle's backward.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::backend::BackendStorage as _;
@@ -274,6 +275,64 @@ fn gradients_of_a_part_are_returned_and_not_passed_on() {
     autograd::backward(&third.sum_all().unwrap()).unwrap();
     for (parameter, grad) in parameters.tensors.iter().zip(parameters.gradients()) {
         assert_eq!(to_vec(&by_id[&parameter.id()]), to_vec(&grad));
+    }
+}
+
+/// candle's operation that copies a tensor, and counts its backwards.
+struct CountedCopy(Arc<AtomicUsize>);
+
+impl CustomOp1 for CountedCopy {
+    fn name(&self) -> &'static str {
+        "counted-copy"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let copy = storage.to_dtype(layout, storage.dtype())?;
+        Ok((copy, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(grad.clone()))
+    }
+}
+
+#[test]
+fn sums_of_candle_between_layers_are_passed_once_however_many_layers_there_are() {
+    let parameters = Parameters::new(&three_weights()).unwrap();
+    let backwards = Arc::new(AtomicUsize::new(0));
+    let first = linear(&values(&[2, 3], 5), &parameters.tensors[0], None).unwrap();
+    let counted = CountedCopy(Arc::clone(&backwards));
+    let mut x = first.apply_op1(counted).unwrap();
+    for layer in 0..8 {
+        let weight = &parameters.tensors[layer % 3];
+        x = (&x + linear(&x, weight, None).unwrap()).unwrap();
+    }
+    autograd::backward(&x.sum_all().unwrap()).unwrap();
+    assert_eq!(backwards.load(Ordering::Relaxed), 1);
+    assert_eq!(parameters.gradients().len(), 3);
+}
+
+#[test]
+fn an_operation_is_candles_if_one_of_its_inputs_is_computed_by_candle() {
+    let parameters = Parameters::new(&three_weights()).unwrap();
+    let [first, second, _] = three_layers(&parameters.tensors).unwrap();
+    let variable = Var::from_tensor(&values(&[2, 3], 1)).unwrap();
+    let variable = variable.as_tensor();
+    let constant = values(&[2, 3], 2);
+    let view = first.narrow(1, 1, 2).unwrap().t().unwrap();
+    let view_of_parameter = parameters.tensors[0].t().unwrap();
+    let sum = (&first + &second).unwrap();
+    for (inputs, is_ours) in [
+        (&[&first, &second, &constant][..], true),
+        (&[&view, &view_of_parameter], true),
+        (&[&first, variable], true),
+        (&[&sum, &second], false),
+        (&[&second, &sum], false),
+        (&[variable, &constant], false),
+        (&[&first.detach()], false),
+    ] {
+        assert_eq!(autograd::anchor(inputs).is_some(), is_ours, "{inputs:?}");
     }
 }
 
