@@ -2,7 +2,7 @@
 
 use candle_core::backend::BackendStorage as _;
 use candle_core::op::Add as CandleAdd;
-use candle_core::{Layout, Result, Shape, Storage, Tensor};
+use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
 
 use crate::autograd::{self, Recorded};
 use crate::kernels::{self, Operand, Runner};
@@ -22,6 +22,14 @@ const NAME: &str = "add";
 pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if !x.dims().ends_with(y.dims()) {
         return mismatch_error(x, y, NAME);
+    }
+    if x.dtype() != y.dtype() {
+        return Err(Error::DTypeMismatchBinaryOp {
+            lhs: x.dtype(),
+            rhs: y.dtype(),
+            op: NAME,
+        }
+        .bt());
     }
     match autograd::anchor(&[x, y]) {
         Some(anchor) => {

@@ -152,7 +152,7 @@ struct Node {
     anchor: Tensor,
     /// The id of the output, and the address of its storage.
     output: OnceLock<(TensorId, usize)>,
-    hooks: Mutex<Vec<Box<dyn Hook>>>,
+    hook: OnceLock<Box<dyn Hook>>,
 }
 
 impl Drop for Node {
@@ -173,17 +173,16 @@ pub trait Hook: Send + Sync {
 }
 
 /// Has a hook run when a backward comes to a tensor: before the backward of the operation that made
-/// it. Returns the hook again, and does nothing, if that is none of this crate on registered
-/// parameters, or on what was computed from them.
+/// it. Returns the hook again, and does nothing, if that is none of our graph, or has a hook already:
+/// what a unit passes on was made by another one, at whose place in the backward it would run.
 pub fn before_backward<H: Hook + 'static>(tensor: &Tensor, hook: H) -> Option<H> {
-    match kind_of(tensor) {
-        Kind::Output(node) => {
-            let mut hooks = node.hooks.lock().unwrap_or_else(PoisonError::into_inner);
-            hooks.push(Box::new(hook));
-            None
-        }
-        _ => Some(hook),
-    }
+    let Kind::Output(node) = kind_of(tensor) else {
+        return Some(hook);
+    };
+    let mut hook = Some(hook);
+    node.hook
+        .get_or_init(|| Box::new(hook.take().expect("a place is filled once")));
+    hook
 }
 
 /// Returns the anchor for an operation with these inputs; `None` if it belongs to candle's graph:
@@ -217,7 +216,7 @@ pub fn record(operation: Box<dyn Recorded>, anchor: Tensor) -> Result<Tensor> {
         operation,
         anchor: anchor.clone(),
         output: OnceLock::new(),
-        hooks: Mutex::default(),
+        hook: OnceLock::new(),
     });
     let output = anchor.apply_op1(ForCandle(Arc::clone(&node)))?;
     let entry = Entry::Output(Arc::downgrade(&node));
@@ -512,7 +511,7 @@ impl Node {
         let Some(grad) = take_grad(output) else {
             return Ok(());
         };
-        for hook in &*self.hooks.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(hook) = self.hook.get() {
             hook.run()?;
         }
         let grads = self.operation.backward(output, &grad)?;

@@ -164,7 +164,7 @@ pub fn exchange_memory(first: &Tensor, second: &Tensor) -> Result<(), FlatError>
         let name = format!("memory of {:?}", first.dtype());
         return Err(FlatError::shape(name, first.dims(), second.dims()));
     }
-    if first.id() == second.id() {
+    if share_storage(first, second) {
         return Ok(());
     }
     with_storage_mut(first, |storage, _| {

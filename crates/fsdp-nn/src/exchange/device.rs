@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{Contents, renew, zeros_on};
+use fsdp_flat::storage::{Contents, release, renew, zeros_on};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use fsdp_ops::step;
@@ -29,7 +29,28 @@ fn contiguous(grad: &Tensor) -> Result<Tensor> {
 
 /// Puts the elements of an unsharded FlatParameter into the tensors of its parameters, which get
 /// fresh memory. One launch does it if there is a kernel.
+///
+/// # Errors
+/// CUDA's. The tensors are released then: what they hold is undefined.
 pub(crate) fn fill<'t>(
+    params: impl Iterator<Item = &'t Tensor> + Clone,
+    layout: &FlatLayout,
+    flat: &Tensor,
+) -> Result<()> {
+    let filled = try_fill(params.clone(), layout, flat);
+    if filled.is_err() {
+        for param in params {
+            release(param)?;
+        }
+    }
+    filled
+}
+
+/// Does what [`fill`] does, and leaves undefined what it has not filled.
+///
+/// # Errors
+/// CUDA's.
+fn try_fill<'t>(
     params: impl Iterator<Item = &'t Tensor>,
     layout: &FlatLayout,
     flat: &Tensor,

@@ -248,10 +248,9 @@ fn exchange(
         .map(|tensors| tensors.iter().map(Tensor::elem_count).sum())
         .collect();
     let receive_counts: Vec<usize> = receive.iter().map(|lens| lens.iter().sum()).collect();
-    let packed = match joined(&send.concat())? {
-        Some(packed) => packed,
-        None => zeros_on(&[0], dtype, device)?,
-    };
+    // The others may be in the exchange already, where they would wait for this rank.
+    let packed = packed(&send.concat(), dtype, device)
+        .inspect_err(|error| group.abort(format!("Optimizer::step: {error}")))?;
     let counts = (send_counts.as_slice(), receive_counts.as_slice());
     let received = match device::all_to_all(group, &packed, counts)? {
         Some(received) => received,
@@ -286,6 +285,15 @@ fn exchange_on_host<T: Scalar + Element>(
     let numel = received.len();
     let received = Tensor::from_vec(received, numel, &Device::Cpu)?;
     Ok(to_device(&received, packed.device())?)
+}
+
+/// Returns the elements of tensors of one dimension, one after the other, in one tensor of this
+/// dtype and device.
+fn packed(tensors: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
+    match joined(tensors)? {
+        Some(packed) => Ok(packed),
+        None => Ok(zeros_on(&[0], dtype, device)?),
+    }
 }
 
 /// Returns the elements of tensors of one dimension, one after the other; `None` if there are no

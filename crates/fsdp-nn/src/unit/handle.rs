@@ -390,7 +390,6 @@ impl FlatParamHandle {
         if self.exchange.is_unsharded() {
             return Ok(());
         }
-        let has_memory = self.kept.get().is_some();
         if !self.cast_to_kept()? {
             // If the unit has been prefetched, this takes the values from there.
             let gathered = match &self.overlap {
@@ -398,22 +397,25 @@ impl FlatParamHandle {
                 None => self.exchange.all_gather()?,
             };
             self.fill_storages(gathered)?;
+            self.count_unsharded();
         }
         self.exchange.set_unsharded(true);
         state.gathered_in_forward = self.shared.forwards.last_number();
-        if !has_memory {
-            self.shared
-                .memory
-                .count_held(self.exchange.unsharded_bytes());
-        }
         if let Some(overlap) = &self.overlap {
             overlap.prefetch_next(BackwardPrefetch::Pre);
         }
         Ok(())
     }
 
+    /// Counts the memory of the unsharded parameters among what is held.
+    fn count_unsharded(&self) {
+        self.shared
+            .memory
+            .count_held(self.exchange.unsharded_bytes());
+    }
+
     /// Casts the parameters of a unit that is whole on one GPU, by one launch and without new
-    /// memory. Returns `false`, and does nothing, for other units.
+    /// memory: the memory of the cast is kept until the unit is dropped. Returns `false`, and does nothing, for other units.
     fn cast_to_kept(&self) -> Result<bool> {
         let UnitExchange {
             layout,
@@ -437,6 +439,7 @@ impl FlatParamHandle {
                 let zeros =
                     params.map(|param| zeros_on(param.tensor.dims(), *compute_dtype, device));
                 let zeros = zeros.collect::<std::result::Result<_, _>>()?;
+                self.count_unsharded();
                 self.kept.get_or_init(|| zeros)
             }
         };
@@ -477,7 +480,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Releases the memory of gathered parameters. No communication.
+    /// Releases the memory of gathered parameters; that of a cast is [kept](Self::cast_to_kept). No
+    /// communication.
     pub(crate) fn reshard(&self) -> Result<()> {
         let state = self.state();
         self.check_unused(&state)?;

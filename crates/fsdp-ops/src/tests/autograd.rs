@@ -256,9 +256,9 @@ fn a_hook_runs_when_the_backward_comes_to_its_tensor() {
     for tensor in [&first, &second, &third] {
         assert!(autograd::before_backward(tensor, hook()).is_none());
     }
-    // A tensor of candle's, and one without a history.
+    // A tensor of candle's, one without a history, and one that has a hook.
     let loss = third.sum_all().unwrap();
-    for tensor in [&loss, &third.detach()] {
+    for tensor in [&loss, &third.detach(), &second] {
         assert!(autograd::before_backward(tensor, hook()).is_some());
     }
     autograd::backward(&loss).unwrap();
@@ -381,4 +381,17 @@ fn a_sum_with_a_tensor_that_lacks_dimensions_is_candles() {
         }
     }
     assert!(add(&values(&[2, 3], 0), &values(&[2], 0)).is_err());
+}
+
+#[test]
+fn a_sum_of_different_dtypes_is_an_error() {
+    let halves = values(&[3], 0).to_dtype(DType::BF16).unwrap();
+    let parameters = Parameters::new(&[values(&[2, 3], 0), halves]).unwrap();
+    let [x, y] = parameters.tensors.as_slice() else {
+        panic!("two parameters");
+    };
+    for (x, y) in [(x, y), (&values(&[2, 3], 0), y)] {
+        let error = add(x, y).unwrap_err().to_string();
+        assert!(error.contains("dtype mismatch in add"), "{error}");
+    }
 }

@@ -19,6 +19,10 @@ use super::packing::copy_elements;
 use super::route::{Piece, Route};
 use crate::error::StateError;
 
+/// The number of bytes that are copied to the host and back in about the time that the call for one
+/// run takes.
+const RUN_BYTES: usize = 16 << 10;
+
 /// The pieces that a round of an exchange moves.
 #[derive(Clone, Copy)]
 enum Pieces {
@@ -268,7 +272,8 @@ fn put_on_gpu(
     };
     let runs_of = |piece: &Piece| copy_runs(&piece.bounds, &piece.bounds, wanted_box);
     let run_count: usize = pieces.iter().map(|(_, piece)| runs_of(piece).count()).sum();
-    if run_count > MAX_RUNS {
+    let tensor_bytes = shard.tensor.elem_count() * element_bytes;
+    if run_count > MAX_RUNS && run_count.saturating_mul(RUN_BYTES) > tensor_bytes {
         return put_through_host(gpu, transfer, shard, pieces);
     }
     let mut copies = Vec::with_capacity(run_count);
