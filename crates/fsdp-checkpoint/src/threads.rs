@@ -22,8 +22,8 @@ pub(crate) enum Access {
 /// Returns the number of threads with which a rank of `group` reads or writes: as many as
 /// `requested`, or else its share of the cores of its host, and one more for reading.
 ///
-/// A thread hashes what it writes, and compares what it reads, so that a fast disk, or memory, keeps
-/// several busy. On a slow disk those that have nothing to do sleep.
+/// A thread hashes what it writes, and compares what it reads, so that a fast disk, or memory,
+/// keeps several busy. On a slow disk those that have nothing to do sleep.
 ///
 /// Ranks that write with more threads than there are cores would wait for the locks of the files.
 /// Reading takes no locks, and with one thread more a rank that is behind uses the core of one that

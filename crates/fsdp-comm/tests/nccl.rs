@@ -17,6 +17,7 @@
 
 mod conformance;
 mod processes;
+#[expect(dead_code, reason = "other test programs ask for the rest")]
 mod stand_in;
 
 use std::fmt::Debug;

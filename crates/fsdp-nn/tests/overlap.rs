@@ -623,7 +623,6 @@ fn memory(group: &ProcessGroup) {
         limit_all_gathers: false,
         ..ahead(&device)
     });
-    println!("{plain} bytes, {limited} with one unit ahead, {unlimited} with several");
     // The unit that is gathered ahead, and at most the gradients of the one that is reduced
     // meanwhile.
     let unit = (WIDE * WIDE * 4) as u64;

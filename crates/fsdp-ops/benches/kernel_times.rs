@@ -85,14 +85,18 @@ fn time_operations(sizes: &Sizes, dtype: DType, device: &Device) -> Result<()> {
     );
     let scores = of_shape(&[rows, vocab])?;
 
-    let of_x = &[x.clone()];
-    report("softmax", &[wide.clone()], &|x| softmax_last_dim(&x[0]))?;
+    let of_x = std::slice::from_ref(&x);
+    report("softmax", std::slice::from_ref(&wide), &|x| {
+        softmax_last_dim(&x[0])
+    })?;
     let norm = [x.clone(), gain.clone(), gain.clone()];
     report("layer_norm", &norm, &|x| {
         layer_norm(&x[0], &x[1], &x[2], 1e-5)
     })?;
     report("rms_norm", &norm[..2], &|x| rms_norm(&x[0], &x[1], 1e-5))?;
-    report("gelu_erf", &[wide.clone()], &|x| gelu_erf(&x[0]))?;
+    report("gelu_erf", std::slice::from_ref(&wide), &|x| {
+        gelu_erf(&x[0])
+    })?;
     report("dropout", of_x, &|x| dropout(&x[0], 0.1, masks))?;
     report("linear", &[wide, down, gain], &|x| {
         linear(&x[0], &x[1], Some(&x[2]))

@@ -173,8 +173,9 @@ pub trait Hook: Send + Sync {
 }
 
 /// Has a hook run when a backward comes to a tensor: before the backward of the operation that made
-/// it. Returns the hook again, and does nothing, if that is none of our graph, or has a hook already:
-/// what a unit passes on was made by another one, at whose place in the backward it would run.
+/// it. Returns the hook again, and does nothing, if that is none of our graph, or has a hook
+/// already: what a unit passes on was made by another one, at whose place in the backward it would
+/// run.
 pub fn before_backward<H: Hook + 'static>(tensor: &Tensor, hook: H) -> Option<H> {
     let Kind::Output(node) = kind_of(tensor) else {
         return Some(hook);

@@ -1,5 +1,5 @@
-//! What the stand-in for NVIDIA's libraries counts of copies and waits, and the copies that it lets
-//! fail. A real driver counts nothing.
+//! The copies and waits that the stand-in for NVIDIA's libraries counts, and the copies that it
+//! lets fail. A real driver counts nothing.
 
 #![expect(unsafe_code, reason = "functions of C, which only the stand-in has")]
 

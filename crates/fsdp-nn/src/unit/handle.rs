@@ -415,7 +415,8 @@ impl FlatParamHandle {
     }
 
     /// Casts the parameters of a unit that is whole on one GPU, by one launch and without new
-    /// memory: the memory of the cast is kept until the unit is dropped. Returns `false`, and does nothing, for other units.
+    /// memory: that of the cast is kept until the unit is dropped. Returns `false`, and does
+    /// nothing, for other units.
     fn cast_to_kept(&self) -> Result<bool> {
         let UnitExchange {
             layout,

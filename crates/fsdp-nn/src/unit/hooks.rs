@@ -1,4 +1,4 @@
-//! The two custom candle ops that connect a sharded unit with the autograd graph.
+//! The connections of a sharded unit with the graphs of a backward.
 //!
 //! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. The backward of
 //!   `fsdp_ops::autograd` passes the parameter's gradient to its [`ParameterSlot`], which keeps it
