@@ -703,7 +703,13 @@ fn until_queued_fails(group: &ProcessGroup, lost: Lost) {
     let log = std::env::var("FSDP_TEST_LOG").unwrap();
     std::fs::write(format!("{log}/{}", group.rank()), "queued").unwrap();
     let error = match lost {
-        Lost::InGather => model.backward(&loss).map(drop).unwrap_err(),
+        // The backward may have queued everything before the loss is noticed.
+        Lost::InGather => {
+            let queued = model.backward(&loss).map(drop);
+            queued
+                .and_then(|()| model.parameters().synchronize())
+                .unwrap_err()
+        }
         Lost::InReduction => {
             let parameters = model.parameters();
             let finished = parameters.finish_step(&mut optimizers, None, &FinishOptions::default());
