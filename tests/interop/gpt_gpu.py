@@ -96,7 +96,10 @@ def train(model, optimizer, options, world):
 
 
 def save_and_load(model, optimizer, options, rank):
-    """Returns the seconds of a save, a load, and of what a save in the background keeps the caller waiting."""
+    """Returns the seconds of a save, of a load, and of a save in the background, also those that it makes the caller wait.
+
+    On a GPU the machine's limits are added.
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optimizer_state}
     clock, figures = Clock(options.device), {}
@@ -107,7 +110,7 @@ def save_and_load(model, optimizer, options, rank):
         dist.barrier()
         clock.restart()
 
-    # The first save plans, and so does that of ours: the second is the one of a run.
+    # The first save makes a plan, here as in fsdp. The second is like those of a run.
     for _ in range(2):
         begin(options.save)
         dcp.save(state, checkpoint_id=options.save)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call of at most four minutes: the tests, steps, saves and loads beside PyTorch, and the
-# times of kernels.
+# times of operations and kernels.
 #
 #   bench.sh [tests|steps|saves|ranks|kernels]...
 #

@@ -31,7 +31,7 @@ def print_steps(run, name, tokens, memory):
         return
     step = statistics.median(seconds)
     figures = [f"step {step * 1e3:.1f} ms", f"{float(tokens) / step:.0f} tokens/s", f"loss {steps[-1]['loss']:.4f}"]
-    # It loads the kernels that a step needs.
+    # The first step also loads the kernels that a step needs.
     figures.append(f"first step {float(tokens) / steps[0]['tokens_per_s']:.2f} s")
     used = [int(number) for number in re.findall(r"\d+", Path(memory).read_text())]
     if used:

@@ -49,6 +49,7 @@ def make_state(options):
     model(torch.randn(4, options.width)).sum().backward()
     optimizer.step()
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # AdamW has two moments in f32 beside each parameter in f32.
     size = 12 * sum(parameter.numel() for parameter in model.parameters())
     return {"model": model_state, "optim": optimizer_state}, size
 
@@ -70,21 +71,20 @@ def main():
     torch.set_default_device(options.device)
     state, size = make_state(options)
     path = os.path.join(options.directory, "checkpoint")
+
+    def place(who, argument, storage):
+        """Returns the arguments by which one side is told where the checkpoint is."""
+        return {"checkpoint_id": path} if who == "torch" else {argument: storage(path)}
+
     times = {f"{what}_{who}": [] for what in ("save", "load", "stall") for who in ("torch", "ours")}
     for turn in range(TURNS):
         # Each side is first in some of the turns.
         for who in ("torch", "ours") if turn % 2 else ("ours", "torch"):
-            def writer():
-                return {"checkpoint_id": path} if who == "torch" else {"storage_writer": StorageWriter(path)}
-
-            def reader():
-                return {"checkpoint_id": path} if who == "torch" else {"storage_reader": StorageReader(path)}
-
             shutil.rmtree(path, ignore_errors=True)
-            times["save_" + who].append(seconds(lambda: dcp.save(state, **writer()), options.device)[0])
-            times["load_" + who].append(seconds(lambda: dcp.load(state, **reader()), options.device)[0])
+            times["save_" + who].append(seconds(lambda: dcp.save(state, **place(who, "storage_writer", StorageWriter)), options.device)[0])
+            times["load_" + who].append(seconds(lambda: dcp.load(state, **place(who, "storage_reader", StorageReader)), options.device)[0])
             shutil.rmtree(path, ignore_errors=True)
-            stall, saving = seconds(lambda: dcp.async_save(state, **writer()), options.device)
+            stall, saving = seconds(lambda: dcp.async_save(state, **place(who, "storage_writer", StorageWriter)), options.device)
             times["stall_" + who].append(stall)
             saving.result()
     shutil.rmtree(path, ignore_errors=True)

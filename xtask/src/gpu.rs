@@ -23,8 +23,9 @@ pub(crate) struct GpuArguments {
     /// toolkit
     #[arg(long, conflicts_with = "check")]
     stand_in: bool,
-    /// Build the tests and `fsdp`, and put the stripped programs and `bench.sh` into DIR and into
-    /// DIR.tar.xz, to be copied to a machine with a GPU. This needs a CUDA toolkit
+    /// Build the tests, the bench of the kernels and `fsdp`, and put the stripped programs,
+    /// `bench.sh` and the scripts that it needs into DIR and into DIR.tar.xz, to be copied to a
+    /// machine with a GPU. This needs a CUDA toolkit
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
     build: Option<PathBuf>,
 }
@@ -38,7 +39,8 @@ pub(crate) fn run(root: &Path, arguments: &GpuArguments) -> Result<()> {
             build: Some(directory),
             ..
         } => {
-            let tests = [&["--features", FEATURES][..], &PACKAGES, &TESTS].concat();
+            let features = ["--features", FEATURES];
+            let tests = [&features[..], &all_packages(), &all_tests()].concat();
             bundle::build(root, directory, &tests)
         }
         _ => test(root),
@@ -56,8 +58,8 @@ enum Found {
 const FEATURES: &str =
     "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-nn/nccl,fsdp-flat/cuda,fsdp-ops/cuda,fsdp-comm/nccl";
 
-/// The packages with tests for GPUs, and the names of those tests.
-const PACKAGES: [&str; 14] = [
+/// The packages with tests for GPUs, but for that of the collectives, and the names of those tests.
+const PACKAGES: [&str; 12] = [
     "--package",
     "fsdp-flat",
     "--package",
@@ -70,18 +72,28 @@ const PACKAGES: [&str; 14] = [
     "fsdp-checkpoint",
     "--package",
     "fsdp-cli",
-    "--package",
-    "fsdp-comm",
 ];
-const TESTS: [&str; 8] = [
-    "--test", "cuda", "--test", "gpu", "--test", "overlap", "--test", "nccl",
-];
+const TESTS: [&str; 6] = ["--test", "cuda", "--test", "gpu", "--test", "overlap"];
+
+/// The package of the collectives, and its test.
+const COLLECTIVES: [&str; 2] = ["--package", "fsdp-comm"];
+const TEST_OF_COLLECTIVES: [&str; 2] = ["--test", "nccl"];
+
+/// Returns the packages with tests for GPUs.
+fn all_packages() -> Vec<&'static str> {
+    [&PACKAGES[..], &COLLECTIVES].concat()
+}
+
+/// Returns the names of all tests for GPUs.
+fn all_tests() -> Vec<&'static str> {
+    [&TESTS[..], &TEST_OF_COLLECTIVES].concat()
+}
 
 /// The variable that tells the tests of `nccl` how many ranks to start, if not one for each GPU.
 const RANKS: &str = "FSDP_TEST_RANKS";
 
-/// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are
-/// no failure.
+/// Runs the tests for GPUs on those of this machine. Tests that this machine cannot run are
+/// reported, and are no failure.
 fn test(root: &Path) -> Result<()> {
     let gpus = match found() {
         Found::Gpus(gpus) => gpus,
@@ -124,21 +136,10 @@ fn test(root: &Path) -> Result<()> {
         }
     }
     // All other tests are built together, because candle's kernels take long to compile.
-    let all = [
-        "test",
-        "--features",
-        FEATURES,
-        "--locked",
-        "--test",
-        "cuda",
-        "--test",
-        "gpu",
-        "--test",
-        "overlap",
-    ];
+    let others = ["test", "--features", FEATURES, "--locked"];
     cargo(
         root,
-        &[&all[..], &PACKAGES[..12], &one_by_one].concat(),
+        &[&others[..], &PACKAGES, &TESTS, &one_by_one].concat(),
         &[],
     )
 }
@@ -253,19 +254,21 @@ fn stand_in(root: &Path) -> Result<()> {
         "--target-dir",
         &text,
     ];
-    test.extend(PACKAGES);
+    // All packages each time, so that features stay the same and nothing is built again.
+    test.extend(all_packages());
+    let (all_tests, collectives) = (all_tests(), &TEST_OF_COLLECTIVES[..]);
     // With other numbers of GPUs only the collectives: the rest takes longer, and depends less on
     // their number.
     for (gpus, ranks, delay, tests) in [
-        ("2", "2", "0", &TESTS[..]),
-        ("2", "2", "300", &TESTS[6..]),
-        ("1", "1", "0", &TESTS[6..]),
-        ("4", "4", "0", &TESTS[6..]),
-        ("1", "2", "0", &TESTS[6..]),
+        ("2", "2", "0", &all_tests[..]),
+        ("2", "2", "300", collectives),
+        ("1", "1", "0", collectives),
+        ("4", "4", "0", collectives),
+        ("1", "2", "0", collectives),
     ] {
         say(&format!(
             "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, \
-             {delay} us before each piece of work"
+             {delay} us before each kernel and copy"
         ));
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));

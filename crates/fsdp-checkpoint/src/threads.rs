@@ -9,7 +9,8 @@ use fsdp_comm::ProcessGroup;
 /// are joined.
 const MAX_THREADS: usize = 16;
 
-/// The threads with which a rank writes to an object store, or reads from it, by default.
+/// The threads with which a rank writes to an object store by default. It reads by four times as
+/// many requests at once.
 const OBJECT_STORE_THREADS: usize = 4;
 
 /// The use that a rank makes of files.
@@ -20,7 +21,8 @@ pub(crate) enum Access {
 }
 
 /// Returns the number of threads with which a rank of `group` reads or writes: as many as
-/// `requested`, or else its share of the cores of its host, and one more for reading.
+/// `requested`, or else four for an object store, and for files its share of the cores of its host,
+/// and one more for reading.
 ///
 /// A thread hashes what it writes, and compares what it reads, so that a fast disk, or memory,
 /// keeps several busy. On a slow disk those that have nothing to do sleep.

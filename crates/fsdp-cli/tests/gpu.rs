@@ -553,12 +553,8 @@ fn a_step_asks_little_of_the_gpu() {
         ..Counts::default()
     };
     assert!(counts.is_at_most(&most), "{counts:?} is more than {most:?}");
-    let Some(recomputed) = counts_of_step(
-        &ONE_RANK,
-        &[&bf16[..], &["--activation-checkpointing"]].concat(),
-    ) else {
-        return;
-    };
+    let arguments = [&bf16[..], &["--activation-checkpointing"]].concat();
+    let recomputed = counts_of_step(&ONE_RANK, &arguments).unwrap();
     // The forward of each block once more, and copies of its input and its output.
     let most = Counts {
         kernels: 759,
@@ -573,7 +569,7 @@ fn a_step_asks_little_of_the_gpu() {
     );
 }
 
-/// Nothing has a number for each pair of positions.
+/// No tensor of a step has an element for each pair of positions.
 #[test]
 fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
     let bytes_of_step = |seq: usize| {
@@ -590,7 +586,7 @@ fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
     else {
         return;
     };
-    // Twice the length takes twice as much more memory.
+    // Each doubling of the length adds twice the memory that the one before has added.
     let grown: Vec<u64> = bytes.windows(2).map(|pair| pair[1] - pair[0]).collect();
     for pair in grown.windows(2) {
         let ratio = pair[1] as f64 / pair[0] as f64;
@@ -629,7 +625,7 @@ fn a_step_over_nccl_waits_once_whatever_the_model_and_the_optimizer() {
             [2, 2],
             "{optimizer}"
         );
-        // candle tells kernels the shapes of what Muon adds up and turns by a copy.
+        // candle copies the shapes of tensors that Muon transposes or adds up to the GPU.
         if optimizer != "muon" {
             assert_eq!(small.copies_up, large.copies_up, "{optimizer}");
         }
@@ -638,15 +634,12 @@ fn a_step_over_nccl_waits_once_whatever_the_model_and_the_optimizer() {
 
 #[test]
 fn products_use_tf32_only_if_that_is_allowed() {
-    for (option, precision, uses_tf32) in [
-        (&[][..], "", false),
-        (&["--allow-tf32"], "", true),
-        (&["--allow-tf32"], "bf16", false),
+    for (options, uses_tf32) in [
+        (&[][..], false),
+        (&["--allow-tf32"], true),
+        (&["--allow-tf32", "--mixed-precision", "bf16"], false),
     ] {
-        let mut arguments = [&TINY[..], option].concat();
-        if !precision.is_empty() {
-            arguments.extend(["--mixed-precision", precision]);
-        }
+        let arguments = [&TINY[..], options].concat();
         let Some(counts) = counts_of_run(1, &ONE_RANK, &arguments) else {
             return;
         };
@@ -655,7 +648,7 @@ fn products_use_tf32_only_if_that_is_allowed() {
 }
 
 /// The first step on a machine compiles the modules of candle's kernels that a run needs, which
-/// come as PTX. Those of this project need none of that.
+/// come as PTX. The kernels of this project come compiled.
 #[test]
 fn few_modules_have_to_be_compiled_for_the_first_step() {
     let Some(one) = counts_of_run(1, &ONE_RANK, &TINY) else {

@@ -136,7 +136,7 @@ pub(crate) trait DeviceTransfer {
     /// Waits on the host until the GPU has done all calls that are queued.
     ///
     /// # Errors
-    /// The reason that one of them failed for.
+    /// The reason for which one of them has failed.
     fn synchronize(&self) -> Result<(), CommError>;
 }
 
@@ -215,8 +215,8 @@ pub(crate) struct Round<'a> {
     pub(crate) timeout: Duration,
     /// The moment at which `timeout` is over.
     pub(crate) deadline: Instant,
-    /// `true` if the ranks vote by messages also where they share memory: a rank that makes another
-    /// call can answer these.
+    /// `true` if the ranks vote by messages even where they share memory. A rank that is in no
+    /// vote, because it makes a call that all expect, answers messages only.
     pub(crate) votes_by_message: bool,
 }
 

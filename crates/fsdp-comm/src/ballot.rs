@@ -19,7 +19,7 @@ pub(crate) struct Ballot {
     pub(crate) failed_rank: u32,
     /// `true` if some rank has not attached everything that it sends.
     pub(crate) is_partial: bool,
-    /// `true` if some rank has attached something.
+    /// `true` if some rank has attached something. Only votes through shared memory set it.
     pub(crate) has_attachments: bool,
 }
 
@@ -80,11 +80,9 @@ impl Ballot {
         let mut bytes = [0; BALLOT_BYTES];
         bytes[..16].copy_from_slice(&self.hash.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.failed_rank.to_le_bytes());
-        let flags = [self.differs, self.is_partial, self.has_attachments];
-        bytes[20] = flags
-            .iter()
-            .rev()
-            .fold(0, |bits, &flag| bits << 1 | u8::from(flag));
+        bytes[20] = u8::from(self.differs)
+            | u8::from(self.is_partial) << 1
+            | u8::from(self.has_attachments) << 2;
         bytes
     }
 

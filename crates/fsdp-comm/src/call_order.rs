@@ -4,7 +4,7 @@
 use crate::ballot::Ballot;
 use crate::record::Call;
 
-/// The most calls of a step that are recorded. A longer step has no order.
+/// The largest number of calls that are recorded. A step of more calls gets no expected order.
 const MAX_CALLS: usize = 1 << 16;
 
 /// How a call relates to what all ranks expect.
@@ -52,7 +52,7 @@ impl CallOrder {
     /// # Errors
     /// The message for a call that cannot be encoded.
     pub(crate) fn record(&mut self, call: &Call) -> Result<Expectation, String> {
-        // A program may begin no other step, and make calls without end.
+        // A program may make calls without end after it has begun its last step.
         if !self.is_followed && self.made.len() >= MAX_CALLS {
             *self = CallOrder::default();
         }

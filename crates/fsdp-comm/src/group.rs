@@ -245,12 +245,6 @@ impl ProcessGroup {
         self.shared.backend.members().id
     }
 
-    /// Counts a round in which this rank agrees on a call with others.
-    fn count_agreement(&self) {
-        let has_others = self.world_size() > 1;
-        lock(&self.shared.totals.traffic).agreements += u64::from(has_others);
-    }
-
     /// Returns this rank's number in the group of all ranks.
     fn global_rank(&self) -> usize {
         self.global_ranks()[self.rank()]
@@ -319,7 +313,8 @@ pub(crate) struct Turn<'g> {
     pub(crate) call: Call,
     timeout: Duration,
     deadline: Instant,
-    /// `true` if other ranks may be about to make an expected call instead, without a vote.
+    /// `true` if the ranks expect a call on GPU memory next. Another rank may make that one, and
+    /// vote on this call only by its watcher, by messages.
     votes_by_message: bool,
     /// The state of the agreement on the call.
     #[cfg(feature = "nccl")]
@@ -374,6 +369,13 @@ impl Turn<'_> {
         }
     }
 
+    /// Begins a round in which this rank agrees on a call with the others.
+    fn begin_round(&mut self) {
+        self.progress.rounds += 1;
+        let has_others = self.group.world_size() > 1;
+        lock(&self.group.shared.totals.traffic).agreements += u64::from(has_others);
+    }
+
     /// Carries out a round in which no bytes move: all ranks compare their calls.
     pub(crate) fn synchronize(&mut self) -> Result<(), CommError> {
         self.round(None, Vec::new(), &[], |_| Ok(None))
@@ -392,7 +394,7 @@ impl Turn<'_> {
         send: &[u8],
         plan: impl FnOnce(&[Attachment<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
-        self.progress.rounds += 1;
+        self.begin_round();
         let totals = &self.group.shared.totals;
         let Members {
             rank, global_ranks, ..
@@ -410,7 +412,6 @@ impl Turn<'_> {
             // A group has far fewer ranks than this type has numbers.
             failed_rank: fault.as_ref().map_or(NO_RANK, |_| *rank as u32),
             is_partial: !is_inline,
-            has_attachments: !encoded.is_empty(),
             ..agreed_call
         };
         let vote = Vote {
@@ -465,10 +466,7 @@ impl Turn<'_> {
         let encoded =
             wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
         let vote = Vote {
-            ballot: Ballot {
-                has_attachments: true,
-                ..Ballot::blank()
-            },
+            ballot: Ballot::blank(),
             attachment: &encoded,
         };
         self.vote(1, &vote, encoded.len(), &[], |tally| {
@@ -490,9 +488,6 @@ impl Turn<'_> {
         let mut round = self.current_round();
         round.number += part;
         let others = self.group.world_size() - 1;
-        if part == 0 {
-            self.group.count_agreement();
-        }
         let planner = Box::new(|tally: &Tally| {
             let sent_bytes = tally.sent_ballots * MESSAGE_BYTES + control_bytes * others;
             lock(&shared.totals.traffic).control_bytes_sent += sent_bytes as u64;
@@ -540,7 +535,8 @@ impl ProcessGroup {
     /// Begins a step: see [`DeviceGroup::begin_step`](crate::device::DeviceGroup::begin_step).
     pub(crate) fn begin_step(&self, is_same: bool) -> Result<(), CommError> {
         if !is_same {
-            // Ranks of other groups may be those that differ. If not, this finds out who does.
+            // The ranks that made other calls may all be in other groups. If some are in this one,
+            // the error of the barrier names them.
             self.barrier()?;
         }
         lock(&self.shared.progress).calls.begin_step(is_same);
@@ -553,9 +549,9 @@ impl ProcessGroup {
 
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Records a call on GPU memory among those of the step. If all ranks expect another one, all
-    /// of them vote on whether they leave the order here. `fault` is the error of this rank, if it
-    /// has one.
+    /// Records the call among those of the step if it is on GPU memory. If all ranks expect another
+    /// one, all of them vote on whether they leave the order here. `fault` is the error of this
+    /// rank, if it has one. A call on the host's memory leaves the order as it is.
     ///
     /// # Errors
     /// Other ranks have not left the order; a fault of any rank.
@@ -564,7 +560,7 @@ impl Turn<'_> {
             return Ok(());
         };
         if !self.call.on_device {
-            // The ranks agree on this one anyway, and it leaves the order as it is.
+            // The ranks agree on every call on the host's memory.
             self.votes_by_message = self.progress.calls.is_followed();
             return Ok(());
         }
@@ -579,8 +575,7 @@ impl Turn<'_> {
             }
             (Expectation::Expected, Some(_)) | (Expectation::Left, _) => {}
         }
-        self.progress.rounds += 1;
-        self.group.count_agreement();
+        self.begin_round();
         // Ranks that follow the order are in no round: the vote reaches those that make up for it.
         let outcome = device.agree_late(&self.current_round(), &self.call, fault);
         self.agreement = Agreement::Done;

@@ -5,8 +5,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// The number of times that a thread lets others run before it sleeps. That takes about as long as
-/// falling asleep and being woken.
+/// The number of times that a thread lets others run before it sleeps. So many turns take about as
+/// long as falling asleep and being woken.
 const YIELDS: usize = 20;
 
 /// Locks a mutex, also if a thread has panicked while it held the lock.

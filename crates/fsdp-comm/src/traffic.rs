@@ -24,8 +24,8 @@ pub struct Traffic {
     /// Bytes of fingerprints, agreement and synchronization that went to other ranks: a few for
     /// each message by which ranks agree, and what ranks tell each other about an operation.
     pub control_bytes_sent: u64,
-    /// The rounds in which this rank agreed with others on a call. Calls on GPU memory that all
-    /// ranks expect have none.
+    /// The number of rounds that this rank began in order to agree with others on a call, whether
+    /// or not they succeeded. Calls on GPU memory that all ranks expect have none.
     pub agreements: u64,
     /// The number of calls of each operation, whether or not they succeeded. Operations that were
     /// never called are absent.

@@ -10,12 +10,10 @@
     clippy::disallowed_methods,
     reason = "what ranks tell the test is no checkpoint"
 )]
-#![expect(
-    unsafe_code,
-    reason = "a variable for NCCL, and streams whose order the tests see to"
-)]
+#![expect(unsafe_code, reason = "streams whose order the tests see to")]
 
 mod conformance;
+mod nccl_ranks;
 mod processes;
 #[expect(dead_code, reason = "other test programs ask for the rest")]
 mod stand_in;
@@ -45,12 +43,19 @@ const RANKS: &str = "FSDP_TEST_RANKS";
 
 /// Returns the number of ranks: each GPU gets one, unless a variable tells another number.
 fn ranks() -> usize {
+    std::env::var(RANKS).map_or_else(|_| gpus(), |ranks| ranks.parse().unwrap())
+}
+
+/// Returns the number of GPUs.
+fn gpus() -> usize {
     let count =
         CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
-    std::env::var(RANKS).map_or_else(
-        |_| usize::try_from(count).unwrap(),
-        |ranks| ranks.parse().unwrap(),
-    )
+    usize::try_from(count).unwrap()
+}
+
+/// Starts ranks that do `what`.
+fn start_ranks(world_size: usize, what: &str, variables: &[(&str, &str)]) -> Ranks {
+    nccl_ranks::start(gpus(), world_size, what, variables)
 }
 
 /// The program of each rank.
@@ -59,14 +64,6 @@ fn rank_process() {
     let Ok(what) = std::env::var("FSDP_TEST") else {
         return;
     };
-    if std::env::var_os(RANKS).is_some() {
-        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its
-        // own.
-        let host = format!("host-{}", std::env::var("RANK").unwrap());
-        // SAFETY: this is the only test of the process, and nothing has read variables in other
-        // threads yet.
-        unsafe { std::env::set_var("NCCL_HOSTID", host) };
-    }
     // Drivers and NCCL may take seconds to start, so that the short deadline is for what comes
     // then.
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
@@ -117,10 +114,10 @@ fn run_all(prefix: &str) {
     let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
     let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
     if cases.iter().any(|case| !is_fatal(case)) {
-        Ranks::start(world_size, prefix, &[]).assert_casualties(&[]);
+        start_ranks(world_size, prefix, &[]).assert_casualties(&[]);
     }
     for case in cases.iter().filter(|case| is_fatal(case)) {
-        Ranks::start(world_size, &case.name, &[]).assert_casualties(case.casualty.as_slice());
+        start_ranks(world_size, &case.name, &[]).assert_casualties(case.casualty.as_slice());
     }
 }
 
@@ -143,7 +140,7 @@ conformance_tests! {
 
 #[test]
 fn gpu_memory_is_moved_as_the_hosts_is() {
-    Ranks::start(ranks(), "gpu memory", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "gpu memory", &[]).assert_casualties(&[]);
 }
 
 /// The stand-in for the driver counts copies between the host and the GPU; the driver itself does
@@ -151,7 +148,7 @@ fn gpu_memory_is_moved_as_the_hosts_is() {
 #[test]
 fn collectives_copy_nothing_to_or_from_the_host() {
     if counts().is_some() {
-        Ranks::start(ranks(), "copies are counted", &[]).assert_casualties(&[]);
+        start_ranks(ranks(), "copies are counted", &[]).assert_casualties(&[]);
     }
 }
 
@@ -162,7 +159,7 @@ fn operations_return_before_they_are_done_and_streams_wait_for_them() {
         ("CUDA_STAND_IN_LINK_US", "300000"),
         ("CUDA_STAND_IN_DELAY_US", "20000"),
     ] {
-        Ranks::start(ranks(), "queued", &[slow]).assert_casualties(&[]);
+        start_ranks(ranks(), "queued", &[slow]).assert_casualties(&[]);
     }
 }
 
@@ -170,7 +167,7 @@ fn operations_return_before_they_are_done_and_streams_wait_for_them() {
 #[test]
 fn the_deadline_of_an_operation_begins_when_the_work_before_it_is_done() {
     let delay = ("CUDA_STAND_IN_DELAY_US", "100000");
-    Ranks::start(ranks(), "computation before", &[delay]).assert_casualties(&[]);
+    start_ranks(ranks(), "computation before", &[delay]).assert_casualties(&[]);
 }
 
 /// Sends a signal to the last rank when all ranks have queued an operation, which the link of the
@@ -185,7 +182,7 @@ fn lose_the_last_rank_of_a_queue(what: &str, signal: Signal) {
         ("CUDA_STAND_IN_LINK_US", "2000000"),
         ("FSDP_TEST_LOG", logs.path().to_str().unwrap()),
     ];
-    let mut ranks = Ranks::start(world_size, what, &variables);
+    let mut ranks = start_ranks(world_size, what, &variables);
     ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == world_size);
     ranks.signal(world_size - 1, signal);
     let survivors: Vec<usize> = (0..world_size - 1).collect();
@@ -217,42 +214,42 @@ fn a_rank_that_stops_within_a_queued_reduction_is_named() {
 
 #[test]
 fn calls_that_all_ranks_expect_take_no_agreement() {
-    Ranks::start(ranks(), "an expected order", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an expected order", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn an_order_that_all_ranks_leave_is_agreed_on_anew() {
-    Ranks::start(ranks(), "an order that all leave", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an order that all leave", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn a_rank_that_leaves_the_order_alone_is_named_with_its_call() {
-    Ranks::start(ranks(), "an order that one leaves", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an order that one leaves", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn a_rank_that_leaves_out_an_expected_call_is_named_with_its_next_one() {
-    Ranks::start(ranks(), "an order that one ends early", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an order that one ends early", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn a_rank_that_is_wrong_in_an_expected_call_is_named_with_its_error() {
-    Ranks::start(ranks(), "an order in which one is wrong", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an order in which one is wrong", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn a_rank_that_does_not_make_an_expected_call_is_named_at_the_deadline() {
-    Ranks::start(ranks(), "an order in which one is late", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "an order in which one is late", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn subgroups_have_communicators_of_their_own() {
-    Ranks::start(ranks(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
-    Ranks::start(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
+    start_ranks(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
 /// Sends a signal to the last rank while all ranks do `what`, and waits for the others' errors. A
@@ -263,7 +260,7 @@ fn lose_the_last_rank(what: &str, signal: Signal) {
         return;
     }
     let log = tempfile::NamedTempFile::new().unwrap();
-    let mut ranks = Ranks::start(
+    let mut ranks = start_ranks(
         world_size,
         what,
         &[("FSDP_TEST_LOG", log.path().to_str().unwrap())],
@@ -500,10 +497,8 @@ fn order_that_one_ends_early(group: &ProcessGroup) {
     if group.world_size() == 1 {
         return;
     }
-    let (last, all) = (
-        group.world_size() - 1,
-        (0..group.world_size()).collect::<Vec<_>>(),
-    );
+    let last = group.world_size() - 1;
+    let all: Vec<usize> = (0..group.world_size()).collect();
     for begins_step in [false, true] {
         let group = group.subgroup(&all).unwrap().unwrap();
         expect_three_calls(&group);

@@ -317,17 +317,21 @@ fn join_and_end(environment: &Environment) {
     store.wait(&others, DEADLINE).unwrap().unwrap();
 }
 
+/// Starts ranks that do `what`, all with the same variables.
+fn start_alike(world_size: usize, what: &str, variables: &[(&str, &str)]) -> Ranks {
+    Ranks::start(world_size, what, |_| variables.to_vec())
+}
+
 /// Runs all cases of one file in all their worlds.
 fn run_all(prefix: &str, memory: &str) {
     for world_size in 1..=5 {
         let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
         let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
         if cases.iter().any(|case| !is_fatal(case)) {
-            Ranks::start(world_size, prefix, &[("FSDP_TEST_MEMORY", memory)])
-                .assert_casualties(&[]);
+            start_alike(world_size, prefix, &[("FSDP_TEST_MEMORY", memory)]).assert_casualties(&[]);
         }
         for case in cases.iter().filter(|case| is_fatal(case)) {
-            let ranks = Ranks::start(world_size, &case.name, &[("FSDP_TEST_MEMORY", memory)]);
+            let ranks = start_alike(world_size, &case.name, &[("FSDP_TEST_MEMORY", memory)]);
             ranks.assert_casualties(case.casualty.as_slice());
         }
     }
@@ -364,7 +368,7 @@ conformance_tests! {
 
 #[test]
 fn ranks_agree_in_a_large_group() {
-    Ranks::start(
+    start_alike(
         36,
         "the ranks of a large group agree",
         &[("FSDP_TEST_MEMORY", "none")],
@@ -375,7 +379,7 @@ fn ranks_agree_in_a_large_group() {
 #[test]
 fn the_ranks_of_a_large_job_connect_when_they_need_to() {
     let variables = [("FSDP_TEST_MEMORY", "none")];
-    Ranks::start(
+    start_alike(
         LARGE,
         "the ranks of a large job connect when they need to",
         &variables,
@@ -386,7 +390,7 @@ fn the_ranks_of_a_large_job_connect_when_they_need_to() {
 #[test]
 fn a_rank_of_a_large_job_that_ends_is_named_at_once_by_ranks_that_are_not_connected_to_it() {
     for memory in ["none", "shared"] {
-        let mut ranks = Ranks::start(
+        let mut ranks = start_alike(
             LARGE,
             "a rank of a large job ends",
             &[("FSDP_TEST_MEMORY", memory)],
@@ -399,7 +403,7 @@ fn a_rank_of_a_large_job_that_ends_is_named_at_once_by_ranks_that_are_not_connec
 #[test]
 fn all_ranks_of_a_large_job_hear_of_an_abort_at_once() {
     for memory in ["none", "shared"] {
-        let mut ranks = Ranks::start(
+        let mut ranks = start_alike(
             LARGE,
             "a rank of a large job aborts",
             &[("FSDP_TEST_MEMORY", memory)],
@@ -428,7 +432,7 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
         ("FSDP_TEST_LOG", log.path().to_str().unwrap()),
     ];
     let started = log.path().metadata().unwrap().modified().unwrap();
-    let mut ranks = Ranks::start(3, &format!("until it fails, of {len}"), &variables);
+    let mut ranks = start_alike(3, &format!("until it fails, of {len}"), &variables);
     // Under way, and then a little further.
     ranks.wait_until(|| log.path().metadata().unwrap().modified().unwrap() > started);
     std::thread::sleep(Duration::from_millis(30));
@@ -597,7 +601,7 @@ fn a_rank_that_ends_in_the_rendezvous_is_named_at_once() {
             (BLAME_DIR, blame.path().to_str().unwrap()),
             ("FSDP_TEST_VICTIM", &victim_variable),
         ];
-        let mut ranks = Ranks::start(3, "a rank ends in the rendezvous", &variables);
+        let mut ranks = start_alike(3, "a rank ends in the rendezvous", &variables);
         let others: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
         for (rank, output) in ranks.wait_for(&others, DEADLINE / 2) {
             assert!(

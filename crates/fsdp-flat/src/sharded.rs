@@ -173,8 +173,7 @@ impl ShardedTensor {
         boxes: &[TensorBox],
     ) -> Result<Self, FlatError> {
         Self::from_boxes(shape, boxes, dtype, |shape, dtype| {
-            let flat = storage::cuda::undefined(device, dtype, shape.iter().product())?;
-            Ok(flat.reshape(shape)?)
+            storage::cuda::undefined(device, dtype, shape)
         })
     }
 

@@ -420,7 +420,7 @@ fn tensors_are_packed_and_unpacked_in_the_memory_of_a_gpu() {
     buffer.put_tensor(4, &part).unwrap();
     buffer.put_bytes(0, &[1, 2, 3, 4]).unwrap();
     buffer.put_zeros(16..24).unwrap();
-    buffer.repeat(24, 2).unwrap();
+    buffer.repeat_first_bytes(24, 2).unwrap();
     let expected = [
         vec![1, 2, 3, 4],
         bytes_of(&values[1_000_000..1_000_003]),

@@ -20,7 +20,7 @@ use fsdp_nn::{
 
 const UNITS: usize = 10;
 const RANKS: usize = 2;
-/// The times that each figure is taken, after one that does not count.
+/// How often each step is timed, after two steps that do not count.
 const ROUNDS: usize = 7;
 
 type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;

@@ -6,14 +6,12 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
 #![expect(
-    unsafe_code,
-    reason = "a variable for NCCL, which no other thread reads yet"
-)]
-#![expect(
     clippy::disallowed_methods,
     reason = "what ranks tell the test is no checkpoint"
 )]
 
+#[path = "../../fsdp-comm/tests/nccl_ranks/mod.rs"]
+mod nccl_ranks;
 #[path = "../../fsdp-comm/tests/processes/mod.rs"]
 mod processes;
 #[expect(dead_code, reason = "another test program asks for the rest")]
@@ -31,7 +29,7 @@ use fsdp_nn::{
     Algorithm, BackwardPrefetch, FinishOptions, FsdpConfig, FullyShardedDataParallel,
     MixedPrecision, NnError, Optimizer, ShardingStrategy, Unit,
 };
-use processes::{Ranks, SHORT_DEADLINE};
+use processes::SHORT_DEADLINE;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use stand_in::counts;
@@ -44,8 +42,12 @@ type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 
 /// Opens this rank's GPU. Two ranks may share one.
 fn open_gpu(rank: usize) -> Device {
-    let count = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
-    Device::new_cuda(rank % count).unwrap()
+    Device::new_cuda(rank % gpus()).unwrap()
+}
+
+/// Returns the number of GPUs.
+fn gpus() -> usize {
+    usize::try_from(CudaContext::device_count().unwrap()).unwrap()
 }
 
 /// The program of each rank.
@@ -54,14 +56,6 @@ fn rank_process() {
     let Ok(task) = std::env::var("FSDP_TEST") else {
         return;
     };
-    if CudaContext::device_count().unwrap() < 2 {
-        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its
-        // own.
-        let host = format!("host-{}", std::env::var("RANK").unwrap());
-        // SAFETY: this is the only test of the process, and nothing has read variables in other
-        // threads yet.
-        unsafe { std::env::set_var("NCCL_HOSTID", host) };
-    }
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
     match task.as_str() {
         "bits" => same_bits(&group),
@@ -110,7 +104,8 @@ fn adamw(model: &Model) -> Optimizer {
     Optimizer::new(model.parameters(), Algorithm::AdamW(options)).unwrap()
 }
 
-fn input(device: &Device, seed: usize) -> Tensor {
+/// Returns four rows to compute a loss of, on the device. Each seed has other values.
+fn make_batch(device: &Device, seed: usize) -> Tensor {
     let values: Vec<f32> = (0..4 * WIDTH)
         .map(|i| ((i * 7 + seed * 5) % 11) as f32 / 11.0 - 0.4)
         .collect();
@@ -143,7 +138,7 @@ fn what_overlaps_has_the_bits_of_what_does_not() {
             ("CUDA_STAND_IN_LINK_US", "1000"),
         ],
     ] {
-        Ranks::start(RANKS, "bits", slow).assert_casualties(&[]);
+        nccl_ranks::start(gpus(), RANKS, "bits", slow).assert_casualties(&[]);
     }
 }
 
@@ -155,7 +150,7 @@ fn train(group: &ProcessGroup, config: &FsdpConfig, micro_batches: usize) -> (Ve
     for step in 0..4 {
         for part in 0..micro_batches {
             let seed = (step * micro_batches + part) * RANKS + group.rank();
-            let input = input(&config.device, seed);
+            let input = make_batch(&config.device, seed);
             let step = |model: &Model| {
                 let loss = forward(model, &input)?;
                 model.backward(&loss)?;
@@ -171,7 +166,7 @@ fn train(group: &ProcessGroup, config: &FsdpConfig, micro_batches: usize) -> (Ve
         optimizer.step().unwrap();
         model.parameters().zero_grad();
     }
-    (losses, bits(&live_parameters(&model)))
+    (losses, element_bits(&live_parameters(&model)))
 }
 
 /// Returns views of this rank's part of each parameter.
@@ -182,14 +177,15 @@ fn live_parameters(model: &Model) -> Vec<Tensor> {
     pieces.map(|piece| piece.tensor).collect()
 }
 
-/// Returns the present bits of all elements.
-fn bits(tensors: &[Tensor]) -> Vec<u32> {
+/// Returns the bits of all elements of some tensors as they are now, to be compared later.
+fn element_bits(tensors: &[Tensor]) -> Vec<u32> {
     let values = tensors
         .iter()
         .flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     values.map(f32::to_bits).collect()
 }
 
+/// Checks that steps with and without overlap compute the same bits.
 fn same_bits(group: &ProcessGroup) {
     let mixed = MixedPrecision {
         param: Some(DType::BF16),
@@ -332,7 +328,7 @@ fn the_computation_waits_for_no_gather_but_the_first_and_the_host_for_numbers_on
             least(steps, |step| step.forward_waits[1]) <= 1,
             "{counted:?}"
         );
-        // Of the backward's, for the first gather and the last reduction.
+        // In the backward the stream waits for the first gather and the last reduction.
         assert!(
             least(steps, |step| step.backward_waits[1]) <= 2,
             "{counted:?}"
@@ -349,7 +345,7 @@ fn run_counted(link_us: u64) -> Counted {
         ("CUDA_STAND_IN_LINK_US", &*link_us.to_string()),
         ("FSDP_TEST_LOG", out.path().to_str().unwrap()),
     ];
-    let mut ranks = Ranks::start(RANKS, "counts", &variables);
+    let mut ranks = nccl_ranks::start(gpus(), RANKS, "counts", &variables);
     ranks.wait_for(&(0..RANKS).collect::<Vec<_>>(), DEADLINE);
     let mut counted = Counted::default();
     for rank in 0..RANKS {
@@ -376,7 +372,7 @@ fn count(group: &ProcessGroup) {
     alone.set_requires_gradient_sync(false);
     let sharded = model(group, UNITS, config);
     let mut optimizer = adamw(&sharded);
-    let x = input(&device, group.rank());
+    let x = make_batch(&device, group.rank());
     let mut step = || counted_step(&sharded, Some(&mut optimizer), &x);
     // The order of the units is known from the third step on.
     step();
@@ -395,7 +391,7 @@ fn count(group: &ProcessGroup) {
 
 /// Runs a step, and counts what its parts do. Its time is that of forward and backward.
 fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor) -> StepCounts {
-    // What earlier steps have queued is not counted.
+    // Let the GPU finish earlier steps first, so that their work is not counted.
     input.device().synchronize().unwrap();
     model.group().barrier().unwrap();
     let waits = || {
@@ -436,7 +432,7 @@ fn counted_step(model: &Model, optimizer: Option<&mut Optimizer>, input: &Tensor
 
 #[test]
 fn steps_of_a_known_order_agree_twice_with_clipping_and_once_without() {
-    Ranks::start(RANKS, "agreements", &[]).assert_casualties(&[]);
+    nccl_ranks::start(gpus(), RANKS, "agreements", &[]).assert_casualties(&[]);
 }
 
 /// A way to train, which makes the same calls in each step.
@@ -479,7 +475,7 @@ fn agreements(group: &ProcessGroup) {
         let mut outcomes = Vec::new();
         for config in [&alone, &ahead(&device), &replicated] {
             for other in [Other::Nothing, Other::Evaluates, Other::UsesFewerUnits] {
-                let (asked, bits) = asked_of_steps(group, config, way, other);
+                let (asked, bits) = agreements_and_waits(group, config, way, other);
                 for (step, [agreed, waited]) in asked.iter().enumerate().skip(2) {
                     let what = format!("step {step} of {asked:?}: {way:?}, {other:?}, {config:?}");
                     assert!(*waited <= 3 && *agreed >= expected, "{what}");
@@ -508,7 +504,7 @@ fn agreements(group: &ProcessGroup) {
 
 /// Trains for some steps. Returns the agreements of each and the waits of the host in it, and the
 /// bits of the parameters after them.
-fn asked_of_steps(
+fn agreements_and_waits(
     group: &ProcessGroup,
     config: &FsdpConfig,
     way: Way,
@@ -516,7 +512,7 @@ fn asked_of_steps(
 ) -> (Vec<[u64; 2]>, Vec<u32>) {
     let model = model(group, UNITS, config.clone());
     let mut optimizers = [adamw(&model)];
-    let x = input(&config.device, group.rank());
+    let x = make_batch(&config.device, group.rank());
     let waits = || counts().map_or(0, |counts| counts.process.host_waits);
     let mut asked = Vec::new();
     for step in 0..OTHER_STEP + 4 {
@@ -536,7 +532,7 @@ fn asked_of_steps(
         train_step(&model, &mut optimizers, &x, way, other);
         asked.push([group.traffic().since(&traffic).agreements, waits() - waited]);
     }
-    (asked, bits(&live_parameters(&model)))
+    (asked, element_bits(&live_parameters(&model)))
 }
 
 /// Runs one step.
@@ -585,7 +581,7 @@ fn units_are_gathered_no_earlier_than_allowed() {
         ("CUDA_STAND_IN_DELAY_US", "300"),
         ("CUDA_STAND_IN_LINK_US", "3000"),
     ];
-    let mut ranks = Ranks::start(RANKS, "memory", &slow);
+    let mut ranks = nccl_ranks::start(gpus(), RANKS, "memory", &slow);
     for (_, output) in ranks.wait_for(&[0, 1], DEADLINE) {
         print!("{output}");
     }
@@ -601,6 +597,7 @@ fn memory(group: &ProcessGroup) {
         let step = || {
             device.synchronize().unwrap();
             group.barrier().unwrap();
+            // Each call begins to count `most_bytes` anew.
             counts();
             let loss = forward(&model, &x).unwrap();
             model.backward(&loss).unwrap();
@@ -639,7 +636,7 @@ enum Lost {
 
 /// Sends a signal to the last rank when all ranks have queued a unit's collectives, which the link
 /// of the stand-in holds up. The others' errors name it.
-fn lose_the_last_rank(what: &str, signal: Signal) {
+fn lose_the_last_rank(task: &str, signal: Signal) {
     if counts().is_none() {
         return;
     }
@@ -648,7 +645,7 @@ fn lose_the_last_rank(what: &str, signal: Signal) {
         ("CUDA_STAND_IN_LINK_US", "400000"),
         ("FSDP_TEST_LOG", logs.path().to_str().unwrap()),
     ];
-    let mut ranks = Ranks::start(RANKS, what, &variables);
+    let mut ranks = nccl_ranks::start(gpus(), RANKS, task, &variables);
     ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == RANKS);
     ranks.signal(RANKS - 1, signal);
     let survivors: Vec<usize> = (0..RANKS - 1).collect();
@@ -656,22 +653,22 @@ fn lose_the_last_rank(what: &str, signal: Signal) {
 }
 
 #[test]
-fn a_rank_that_dies_within_a_units_gather_is_named() {
+fn the_others_name_a_rank_that_dies_while_a_unit_is_gathered() {
     lose_the_last_rank("until a rank is lost in a gather", Signal::KILL);
 }
 
 #[test]
-fn a_rank_that_stops_within_a_units_gather_is_named() {
+fn the_others_name_a_rank_that_stops_while_a_unit_is_gathered() {
     lose_the_last_rank("until a rank is lost in a gather", Signal::STOP);
 }
 
 #[test]
-fn a_rank_that_dies_within_a_reduction_of_gradients_is_named() {
+fn the_others_name_a_rank_that_dies_while_gradients_are_reduced() {
     lose_the_last_rank("until a rank is lost in a reduction", Signal::KILL);
 }
 
 #[test]
-fn a_rank_that_stops_within_a_reduction_of_gradients_is_named() {
+fn the_others_name_a_rank_that_stops_while_gradients_are_reduced() {
     lose_the_last_rank("until a rank is lost in a reduction", Signal::STOP);
 }
 
@@ -689,12 +686,12 @@ fn until_queued_fails(group: &ProcessGroup, lost: Lost) {
     };
     let model = model(&group.with_deadline(SHORT_DEADLINE), 2, config);
     let mut optimizers = [adamw(&model)];
-    let x = input(&device, group.rank());
+    let x = make_batch(&device, group.rank());
     for _ in 0..2 {
         train_step(&model, &mut optimizers, &x, Way::Finishes, Other::Nothing);
     }
     let live = live_parameters(&model);
-    let before = bits(&live);
+    let before = element_bits(&live);
     let loss = forward(&model, &x).unwrap();
     if lost == Lost::InReduction {
         loss.to_scalar::<f32>().unwrap();
@@ -725,5 +722,5 @@ fn until_queued_fails(group: &ProcessGroup, lost: Lost) {
     for error in [error, later.unwrap_err()] {
         assert!(error.to_string().contains(&last), "{error}");
     }
-    assert!(bits(&live) == before);
+    assert!(element_bits(&live) == before);
 }

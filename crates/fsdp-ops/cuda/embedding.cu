@@ -23,11 +23,11 @@ KERNEL(narrow_indices, const int64_t* indices, uint32_t* narrowed, int64_t count
 
 /// Copies the row of each index. The row of an index that is too large is NaN.
 template <int N, class T>
-DEVICE void embedding_forward(const T* weight, const uint32_t* ids, T* y, int64_t rows, int classes,
+DEVICE void embedding_forward(const T* weight, const uint32_t* ids, T* y, int64_t rows, int table_rows,
                               int width) {
     for_rows(rows, [&](int64_t row) {
         uint32_t id = ids[row];
-        bool exists = id < uint32_t(classes);
+        bool exists = id < uint32_t(table_rows);
         for_columns<N>(width, [&](int column) {
             Values<N> values;
             if (exists)
@@ -43,9 +43,9 @@ DEVICE void embedding_forward(const T* weight, const uint32_t* ids, T* y, int64_
 
 constexpr int SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / 32, DIGITS = 256;
 
-/// Calls `f(position, digit, before, peers)` for a warp's keys, 32 at a time in each call: whether
-/// this thread has a key, at which position; its digit; and how many of the threads with the same
-/// digit come before it, and are there at all.
+/// Calls `f(position, key, digit, before, peers)` for the keys of a warp, 32 at a time. `key` is at
+/// most `limit`, and `digit` is its 8 bits from `shift` on, or `DIGITS` for a thread without a key.
+/// Of the threads with the same digit, `before` come before this one, and there are `peers` in all.
 template <class F>
 DEVICE void for_digits(const uint32_t* keys, int64_t begin, int64_t end, int shift, uint32_t limit,
                        F f) {
@@ -69,10 +69,10 @@ DEVICE void for_digits(const uint32_t* keys, int64_t begin, int64_t end, int shi
 }
 
 /// Sorts indices, in `sorted`, and the numbers of their rows, in `order`, by passes over digits of
-/// 8 bits. An index that is too large counts as `classes`. `scratch` has room for two numbers for
+/// 8 bits. An index that is too large counts as `table_rows`. `scratch` has room for two numbers for
 /// each row.
 BOUNDED_KERNEL((SORT_THREADS), embedding_sort, const uint32_t* ids, uint32_t* sorted,
-               uint32_t* order, uint32_t* scratch, int64_t rows, int classes) {
+               uint32_t* order, uint32_t* scratch, int64_t rows, int table_rows) {
     // Of each warp and digit: how many keys, and then where the next one goes.
     __shared__ uint32_t counts[SORT_WARPS][DIGITS];
     __shared__ uint32_t totals[DIGITS];
@@ -80,17 +80,17 @@ BOUNDED_KERNEL((SORT_THREADS), embedding_sort, const uint32_t* ids, uint32_t* so
     int64_t share = (rows + SORT_THREADS - 1) / SORT_THREADS * 32;
     int64_t begin = min(rows, warp * share), end = min(rows, begin + share);
     int passes = 1;
-    while (passes < 4 && uint32_t(classes) >> (8 * passes)) ++passes;
+    while (passes < 4 && uint32_t(table_rows) >> (8 * passes)) ++passes;
     for (int pass = 0; pass < passes; ++pass) {
-        // The last pass writes the result.
-        bool last_way = (passes - pass) % 2 == 1;
-        const uint32_t* keys = pass == 0 ? ids : last_way ? scratch : sorted;
-        const uint32_t* numbers = last_way ? scratch + rows : order;
-        uint32_t* to_keys = last_way ? sorted : scratch;
-        uint32_t* to_numbers = last_way ? order : scratch + rows;
+        // Passes write to the result and to `scratch` in turn, the last one to the result.
+        bool to_result = (passes - pass) % 2 == 1;
+        const uint32_t* keys = pass == 0 ? ids : to_result ? scratch : sorted;
+        const uint32_t* numbers = to_result ? scratch + rows : order;
+        uint32_t* to_keys = to_result ? sorted : scratch;
+        uint32_t* to_numbers = to_result ? order : scratch + rows;
         for (int digit = lane; digit < DIGITS; digit += 32) counts[warp][digit] = 0;
         __syncwarp();
-        for_digits(keys, begin, end, 8 * pass, classes,
+        for_digits(keys, begin, end, 8 * pass, table_rows,
                    [&](int64_t, uint32_t, unsigned digit, int before, int peers) {
                        if (digit < DIGITS && before == 0) counts[warp][digit] += peers;
                        __syncwarp();
@@ -119,7 +119,7 @@ BOUNDED_KERNEL((SORT_THREADS), embedding_sort, const uint32_t* ids, uint32_t* so
             }
         }
         __syncthreads();
-        for_digits(keys, begin, end, 8 * pass, classes,
+        for_digits(keys, begin, end, 8 * pass, table_rows,
                    [&](int64_t at, uint32_t key, unsigned digit, int before, int peers) {
                        uint32_t to = digit < DIGITS ? counts[warp][digit] + before : 0;
                        __syncwarp();
@@ -145,7 +145,7 @@ constexpr int CHUNK = 32;
 /// `partials` is `[ceil(rows / 32), 2, width]`.
 template <int N, class T>
 DEVICE void embedding_sums(const T* grad, const uint32_t* sorted, const uint32_t* order, T* dweight,
-                           float* partials, int64_t rows, int classes, int width) {
+                           float* partials, int64_t rows, int table_rows, int width) {
     constexpr int AHEAD = 8;
     int64_t start = int64_t(blockIdx.x) * CHUNK;
     int count = int(min(int64_t(CHUNK), rows - start));
@@ -172,7 +172,7 @@ DEVICE void embedding_sums(const T* grad, const uint32_t* sorted, const uint32_t
                         partials + (2 * int64_t(blockIdx.x) + !from_before) * width + column;
 #pragma unroll
                     for (int j = 0; j < N; ++j) part[j] = total[j];
-                } else if (id < uint32_t(classes)) {
+                } else if (id < uint32_t(table_rows)) {
                     store<N>(dweight + int64_t(id) * width + column, total);
                 }
                 from_before = false;
@@ -186,11 +186,11 @@ DEVICE void embedding_sums(const T* grad, const uint32_t* sorted, const uint32_t
 /// Adds up the parts of a sum that begins in this block's chunk and goes on in the next.
 template <class T>
 DEVICE void embedding_finish(const uint32_t* sorted, const float* partials, T* dweight,
-                             int64_t rows, int classes, int width) {
+                             int64_t rows, int table_rows, int width) {
     int64_t chunk = blockIdx.x, start = chunk * CHUNK, next = start + CHUNK;
     if (next >= rows || sorted[next - 1] != sorted[next]) return;
     uint32_t id = sorted[next];
-    if (id >= uint32_t(classes) || (start > 0 && sorted[start - 1] == id)) return;
+    if (id >= uint32_t(table_rows) || (start > 0 && sorted[start - 1] == id)) return;
     // The first chunk after this one that does not begin with the index.
     int64_t low = chunk + 1, high = (rows + CHUNK - 1) / CHUNK;
     while (low + 1 < high) {
@@ -212,17 +212,17 @@ DEVICE void embedding_finish(const uint32_t* sorted, const float* partials, T* d
 
 #define EMBEDDING(T)                                                                               \
     KERNEL(embedding_forward_##T, const T* weight, const uint32_t* ids, T* y, int64_t rows,        \
-           int classes, int width) {                                                               \
-        BY_PACKS(packs_fit(width, weight, y), embedding_forward, T, weight, ids, y, rows, classes, \
+           int table_rows, int width) {                                                               \
+        BY_PACKS(packs_fit(width, weight, y), embedding_forward, T, weight, ids, y, rows, table_rows, \
                  width);                                                                           \
     }                                                                                              \
     KERNEL(embedding_sums_##T, const T* grad, const uint32_t* sorted, const uint32_t* order,       \
-           T* dweight, float* partials, int64_t rows, int classes, int width) {                    \
+           T* dweight, float* partials, int64_t rows, int table_rows, int width) {                    \
         BY_PACKS(packs_fit(width, grad, dweight), embedding_sums, T, grad, sorted, order, dweight, \
-                 partials, rows, classes, width);                                                  \
+                 partials, rows, table_rows, width);                                                  \
     }                                                                                              \
     KERNEL(embedding_finish_##T, const uint32_t* sorted, const float* partials, T* dweight,        \
-           int64_t rows, int classes, int width) {                                                 \
-        embedding_finish(sorted, partials, dweight, rows, classes, width);                         \
+           int64_t rows, int table_rows, int width) {                                                 \
+        embedding_finish(sorted, partials, dweight, rows, table_rows, width);                         \
     }
 FOR_FLOATS(EMBEDDING)

@@ -3,7 +3,7 @@
 // A parameter is matrices of `height` rows, one after the other. One of fewer than two dimensions
 // is a single row: its averages are those by column, and `rows` is null. Everything is f32.
 //
-// Launch: over rows of `width` elements (`for_rows`), except where it is said.
+// Launch: over rows of `width` elements (`for_rows`), except where a kernel says otherwise.
 #include "common.cuh"
 
 /// Returns the larger of two numbers, or NaN if the first is NaN.

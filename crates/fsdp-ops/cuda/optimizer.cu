@@ -4,7 +4,7 @@
 // The tensors of a piece are the parameter, its gradient, and its state. All have one type; half
 // types are computed in f32 and rounded once a step. Gradients are multiplied first: by the factor
 // of `clipping`, or by `factor` if `clipping` is null. If `clipping` says to skip the step, nothing
-// is changed.
+// is changed. `combine` is no update rule: the tensors of its pieces are a sum and its two summands.
 //
 // Launch: over pieces.
 #include "pieces.cuh"

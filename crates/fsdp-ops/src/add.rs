@@ -8,6 +8,7 @@ use crate::autograd::{self, Recorded};
 use crate::kernels::{self, Operand, Runner};
 use crate::linear::launch_with_bias;
 use crate::operation::mismatch_error;
+use crate::values::devices_error;
 
 const NAME: &str = "add";
 
@@ -75,7 +76,7 @@ impl Recorded for Add {
             (Storage::Cuda(x), Storage::Cuda(y)) => {
                 Storage::Cuda(x.binary_impl::<CandleAdd>(y, x_layout, &y_layout)?)
             }
-            _ => candle_core::bail!("{NAME}: a tensor on another device than the others"),
+            _ => return devices_error(NAME),
         };
         Ok((sum, shape))
     }

@@ -29,6 +29,7 @@ use candle_core::{
 };
 
 use crate::kernels::Runner;
+use crate::values::devices_error;
 
 /// A parameter, which receives its gradient: a leaf of the graph.
 pub trait Receiver: Send + Sync {
@@ -100,8 +101,8 @@ impl Entries {
         }
     }
 
-    /// Returns the anchor of a tensor with this storage, or of that of which it is a view; `None`
-    /// if neither is in the graph.
+    /// Returns the anchor of a tensor whose storage has this address, or of the tensor in the graph
+    /// that it is a view of; `None` if neither is in the graph.
     fn anchor(&self, tensor: &Tensor, address: usize) -> Option<Tensor> {
         let viewed = || self.by_id.get(self.ids.get(&address)?);
         match self.by_id.get(&tensor.id()).or_else(viewed)? {
@@ -129,7 +130,7 @@ pub trait Recorded: Send + Sync {
     /// The name, for messages.
     fn name(&self) -> &'static str;
 
-    /// The tensors that the output depends on. Those without a history get no gradient.
+    /// The tensors that the output depends on. Inputs without a history get no gradient.
     fn inputs(&self) -> &[Tensor];
 
     /// Computes the output, and returns it with its shape.
@@ -163,9 +164,9 @@ impl Drop for Node {
     }
 }
 
-/// Something that is done in a backward: see [`before_backward`].
+/// Code that a backward runs when it comes to a tensor: see [`before_backward`].
 pub trait Hook: Send + Sync {
-    /// Does it.
+    /// Runs the code.
     ///
     /// # Errors
     /// Any: they end the backward.
@@ -173,9 +174,9 @@ pub trait Hook: Send + Sync {
 }
 
 /// Has a hook run when a backward comes to a tensor: before the backward of the operation that made
-/// it. Returns the hook again, and does nothing, if that is none of our graph, or has a hook
-/// already: what a unit passes on was made by another one, at whose place in the backward it would
-/// run.
+/// it. Returns the hook, and does nothing, if the tensor is no output in this graph, or has a hook
+/// already. A tensor that a unit only passes on has one if another unit made it; a second hook
+/// there would run too early or too late for this unit.
 pub fn before_backward<H: Hook + 'static>(tensor: &Tensor, hook: H) -> Option<H> {
     let Kind::Output(node) = kind_of(tensor) else {
         return Some(hook);
@@ -211,7 +212,7 @@ pub fn anchor(inputs: &[&Tensor]) -> Option<Tensor> {
 /// what [`anchor`] returns for its inputs.
 ///
 /// # Errors
-/// Those of the operation.
+/// The operation's forward fails.
 pub fn record(operation: Box<dyn Recorded>, anchor: Tensor) -> Result<Tensor> {
     let node = Arc::new(Node {
         operation,
@@ -262,12 +263,7 @@ impl CustomOp1 for ForCandle {
     }
 }
 
-/// Returns the error of inputs on several devices.
-fn devices_error<T>(operation: &'static str) -> Result<T> {
-    candle_core::bail!("{operation}: a tensor on another device than the others")
-}
-
-/// The part that a tensor has in a backward.
+/// The role of a tensor in a backward.
 enum Kind {
     Leaf(Arc<dyn Receiver>),
     Output(Arc<Node>),
@@ -275,7 +271,7 @@ enum Kind {
     Candle,
 }
 
-/// Returns the part that a tensor has in a backward.
+/// Returns the role of a tensor in a backward.
 fn kind_of(tensor: &Tensor) -> Kind {
     match lock_entries().by_id.get(&tensor.id()) {
         Some(Entry::Leaf { leaf, .. }) => leaf.upgrade().map_or(Kind::Candle, Kind::Leaf),
@@ -340,8 +336,7 @@ impl Graph {
 }
 
 /// Returns all tensors that a tensor has been computed from, in candle's graph and in ours, and
-/// itself: each before those that it was computed from. Of candle's graph without gradients there
-/// are none.
+/// itself. Tensors that get no gradient are left out.
 #[must_use]
 pub fn sorted_nodes(tensor: &Tensor) -> Vec<Tensor> {
     let mut nodes = Vec::new();
@@ -350,7 +345,7 @@ pub fn sorted_nodes(tensor: &Tensor) -> Vec<Tensor> {
         match kind {
             Kind::Candle => {
                 let candle_nodes = tensor.sorted_nodes().into_iter();
-                // Those of the other kinds come in their own turn.
+                // Outputs and parameters below it are in the list by themselves.
                 let own_nodes = candle_nodes.filter(|node| matches!(kind_of(node), Kind::Candle));
                 nodes.extend(own_nodes.filter(|node| seen.insert(node.id())).cloned());
             }
@@ -367,7 +362,7 @@ struct Progress {
     /// The number of gradients that each tensor has yet to get.
     uses: HashMap<TensorId, usize>,
     /// The gradients of parameters, if they are not passed to their leaves.
-    of_leaves: Option<Vec<(Tensor, Tensor)>>,
+    of_leaves: Option<HashMap<TensorId, Tensor>>,
 }
 
 thread_local! {
@@ -391,11 +386,7 @@ pub fn collect(tensor: &Tensor, grad: &Tensor) -> Result<bool> {
         };
         *uses = uses.saturating_sub(1);
         let is_complete = *uses == 0;
-        let grad = grad.detach();
-        let sum = match progress.grads.remove(&tensor.id()) {
-            Some(sum) => (sum + grad)?,
-            None => grad,
-        };
+        let sum = add_up(progress.grads.remove(&tensor.id()), grad.detach())?;
         progress.grads.insert(tensor.id(), sum);
         Ok::<_, Error>(Some(is_complete))
     })?;
@@ -406,7 +397,15 @@ pub fn collect(tensor: &Tensor, grad: &Tensor) -> Result<bool> {
     }
 }
 
-/// Returns the gradient of a tensor, of which there is none any more.
+/// Returns a gradient plus the sum of earlier ones, if there are any.
+fn add_up(sum: Option<Tensor>, grad: Tensor) -> Result<Tensor> {
+    match sum {
+        Some(sum) => sum + grad,
+        None => Ok(grad),
+    }
+}
+
+/// Removes the gradient that a tensor has got so far, and returns it.
 fn take_grad(tensor: &Tensor) -> Option<Tensor> {
     RUNNING.with_borrow_mut(|running| running.last_mut()?.grads.remove(&tensor.id()))
 }
@@ -424,16 +423,16 @@ fn pass_to_leaf(tensor: &Tensor) -> Result<()> {
     };
     let is_kept = RUNNING.with_borrow_mut(|running| {
         let of_leaves = running.last_mut().and_then(|last| last.of_leaves.as_mut());
-        of_leaves.map(|grads| grads.push((tensor.clone(), grad.clone())))
+        of_leaves.map(|grads| grads.insert(tensor.id(), grad.clone()))
     });
     match is_kept {
-        Some(()) => Ok(()),
+        Some(_) => Ok(()),
         // The leaf may do anything, so nothing is borrowed here.
         None => leaf.receive(&grad),
     }
 }
 
-/// A backward among those that run, until this is dropped.
+/// Keeps a backward among those of [`RUNNING`] until it is dropped.
 struct Running;
 
 impl Running {
@@ -465,9 +464,7 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
 /// # Errors
 /// candle's, those of operations and of hooks.
 pub fn gradients(output: &Tensor, grad: &Tensor) -> Result<(GradStore, HashMap<TensorId, Tensor>)> {
-    let (variables, leaves) = run(output, Some(grad))?;
-    let by_id = leaves.into_iter().map(|(leaf, grad)| (leaf.id(), grad));
-    Ok((variables, by_id.collect()))
+    run(output, Some(grad))
 }
 
 /// Runs a backward from a tensor: a loss, or a tensor of which a gradient is given. Returns the
@@ -475,12 +472,12 @@ pub fn gradients(output: &Tensor, grad: &Tensor) -> Result<(GradStore, HashMap<T
 ///
 /// # Errors
 /// candle's, those of operations, of hooks and of leaves.
-fn run(root: &Tensor, grad: Option<&Tensor>) -> Result<(GradStore, Vec<(Tensor, Tensor)>)> {
+fn run(root: &Tensor, grad: Option<&Tensor>) -> Result<(GradStore, HashMap<TensorId, Tensor>)> {
     let Graph { tensors, uses } = Graph::below(root);
     let _running = Running::begin(Progress {
         grads: HashMap::new(),
         uses,
-        of_leaves: grad.map(|_| Vec::new()),
+        of_leaves: grad.map(|_| HashMap::new()),
     });
     // candle's backward passes the gradient on, also if the root is in our graph.
     let mut variables = candle_backward(root, grad)?;
@@ -532,24 +529,16 @@ impl Node {
 /// # Errors
 /// candle's, and those of leaves.
 fn add_to_variables(variables: &mut GradStore, tensor: &Tensor, grad: &Tensor) -> Result<()> {
-    let mut found = if tensor.is_variable() {
-        GradStore::default()
-    } else {
-        candle_backward(tensor, Some(grad))?
-    };
     if tensor.is_variable() {
-        found.insert(tensor, grad.clone());
+        let sum = add_up(variables.remove(tensor), grad.clone())?;
+        variables.insert(tensor, sum);
+        return Ok(());
     }
-    for variable in tensor.sorted_nodes() {
-        if let Some(grad) = variable
-            .is_variable()
-            .then(|| found.remove(variable))
-            .flatten()
-        {
-            let sum = match variables.remove(variable) {
-                Some(sum) => (sum + grad)?,
-                None => grad,
-            };
+    let mut found = candle_backward(tensor, Some(grad))?;
+    let nodes = tensor.sorted_nodes().into_iter();
+    for variable in nodes.filter(|node| node.is_variable()) {
+        if let Some(grad) = found.remove(variable) {
+            let sum = add_up(variables.remove(variable), grad)?;
             variables.insert(variable, sum);
         }
     }

@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 use candle_core::{DType, Layout, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::indices::Indices;
+use crate::indices::{Indices, check_integers};
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{Operation, apply, is_computed_here, mismatch_error, unsupported_error};
+use crate::operation::{Operation, apply, is_computed_here, mismatch_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
@@ -30,10 +30,7 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if rows == 0 {
         candle_core::bail!("{NAME}: the mean of no rows");
     }
-    // A float would be cut to an integer.
-    if !targets.dtype().is_int() {
-        return unsupported_error(targets.dtype(), NAME);
-    }
+    check_integers(targets, NAME)?;
     if !is_computed_here(scores)? {
         return with_candle_ops(scores, targets);
     }
@@ -167,7 +164,7 @@ impl Operation<1> for CrossEntropy {
         let log_sums = self
             .log_sums
             .get()
-            .expect("candle runs a backward of what it has run the forward of");
+            .expect("the forward runs before the backward");
         let (storage, _) = log_sums.storage_and_layout();
         let log_sums = Operand::new(&storage, &Layout::contiguous(rows), NAME)?;
         let dscores = runner.allocate(dtype, scores.len())?;

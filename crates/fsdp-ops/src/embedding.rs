@@ -1,18 +1,18 @@
 //! Rows of a table by index.
 
-use candle_core::{DType, Layout, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::indices::Indices;
+use crate::indices::{Indices, check_integers};
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner};
-use crate::operation::{Operation, apply, is_computed_here, unsupported_error};
+use crate::operation::{Operation, apply, is_computed_here};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::values::{Input, Values, contiguous_elements, tensor};
 
 const NAME: &str = "embedding";
 
-/// The sorted rows of which a block of kernels adds up those with the same index.
+/// The number of sorted rows that a block adds up: `CHUNK` of `embedding.cu`.
 const CHUNK: usize = 32;
 
 /// Returns the row of `weight` `[count, width]` for each index of `ids`, which are integers of any
@@ -25,10 +25,7 @@ const CHUNK: usize = 32;
 /// here.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (count, width) = weight.dims2()?;
-    // A float would be cut to an integer.
-    if !ids.dtype().is_int() {
-        return unsupported_error(ids.dtype(), NAME);
-    }
+    check_integers(ids, NAME)?;
     let shape = Shape::from([ids.dims(), &[width]].concat());
     if !is_computed_here(weight)? {
         return with_candle_ops(ids, weight)?.reshape(shape);
@@ -89,7 +86,7 @@ impl Operation<1> for Embedding {
         runner: &Runner,
         [weight]: [Operand<'_>; 1],
     ) -> Result<(Output, Shape)> {
-        let (classes, width) = weight.rows_and_width();
+        let (table_rows, width) = weight.rows_and_width();
         let rows = self.ids.len();
         let y = runner.allocate(weight.dtype, rows * width)?;
         self.ids.with_operand(runner, NAME, |ids| {
@@ -101,7 +98,7 @@ impl Operation<1> for Embedding {
                     Argument::Read(ids),
                     Argument::Write(&y),
                     Argument::Long(rows),
-                    Argument::Int(classes),
+                    Argument::Int(table_rows),
                     Argument::Int(width),
                 ],
             )
@@ -116,7 +113,7 @@ impl Operation<1> for Embedding {
         _: Operand<'_>,
         grad: Operand<'_>,
     ) -> Result<[Output; 1]> {
-        let (classes, width) = weight.rows_and_width();
+        let (table_rows, width) = weight.rows_and_width();
         let rows = self.ids.len();
         let dweight = runner.zeros(weight.dtype, weight.len())?;
         if grad.len() == 0 {
@@ -135,7 +132,7 @@ impl Operation<1> for Embedding {
                     Argument::Write(&order),
                     Argument::Write(&scratch),
                     Argument::Long(rows),
-                    Argument::Int(classes),
+                    Argument::Int(table_rows),
                 ],
             )
         })?;
@@ -144,13 +141,9 @@ impl Operation<1> for Embedding {
         let grid = Grid::chunks(chunks, width, weight.dtype);
         let sizes = [
             Argument::Long(rows),
-            Argument::Int(classes),
+            Argument::Int(table_rows),
             Argument::Int(width),
         ];
-        let grad = grad.with_layout(Layout::contiguous_with_offset(
-            (rows, width),
-            grad.layout.start_offset(),
-        ));
         let [sorted, order] = [&sorted.operand()?, &order.operand()?];
         let arguments_of_sums = [
             Argument::Read(&grad),

@@ -3,22 +3,34 @@
 use candle_core::{DType, Result, Tensor};
 
 use crate::kernels::{self, Argument, Grid, Kernel, Module, Operand, Runner};
+use crate::operation::unsupported_error;
+
+/// Checks that indices are integers: a float would be cut to one.
+///
+/// # Errors
+/// A dtype of floats.
+pub(crate) fn check_integers(indices: &Tensor, operation: &'static str) -> Result<()> {
+    if indices.dtype().is_int() {
+        return Ok(());
+    }
+    unsupported_error(indices.dtype(), operation)
+}
 
 /// Indices, in the form that an operation computes with.
 pub(crate) enum Indices {
     /// Each is less than the number of things that there are.
     Checked(Vec<usize>),
-    /// For kernels, u32 or i64: nobody waits for the device to check them. What is computed with an
-    /// index that is too large is NaN.
+    /// For kernels, `u32` or `i64`: nobody waits for the device to check them. An index that is too
+    /// large makes NaN.
     OnDevice(Tensor),
 }
 
 impl Indices {
     /// Returns indices into `count` things, for an operation on `x`. `describe` returns the message
-    /// for the position of an index that there is nothing for, and that index.
+    /// for an index that is not below `count`, from its position and its value.
     ///
     /// # Errors
-    /// Such an index, on CPUs; candle's, of copies.
+    /// An index that is not below `count`, on CPUs; those of candle's copies.
     pub(crate) fn new(
         indices: &Tensor,
         count: usize,
@@ -62,7 +74,7 @@ impl Indices {
     /// Runs code with the indices as kernels read them: u32.
     ///
     /// # Errors
-    /// Those of the code, and CUDA's.
+    /// The code fails; CUDA's.
     pub(crate) fn with_operand<R>(
         &self,
         runner: &Runner,

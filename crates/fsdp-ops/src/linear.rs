@@ -214,7 +214,7 @@ impl LinearGelu {
     fn product(&self) -> &Tensor {
         self.product
             .get()
-            .expect("candle runs a backward of what it has run the forward of")
+            .expect("the forward runs before the backward")
     }
 }
 

@@ -221,7 +221,7 @@ impl<const N: usize> Operation<N> for Norm {
         let of_rows = self
             .rows
             .get()
-            .expect("candle runs a backward of what it has run the forward of");
+            .expect("the forward runs before the backward");
         let (storage, _) = of_rows.storage_and_layout();
         let means = Operand::new(&storage, &Layout::contiguous(rows), name)?;
         let factors = Operand::new(&storage, &Layout::contiguous_with_offset(rows, rows), name)?;

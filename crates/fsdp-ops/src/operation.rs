@@ -150,7 +150,7 @@ macro_rules! with_element {
 /// Runs an operation on its inputs.
 ///
 /// # Errors
-/// Those of the operation.
+/// The operation fails: it says why.
 pub(crate) fn apply<O, const N: usize>(operation: O, inputs: [&Tensor; N]) -> Result<Tensor>
 where
     O: Operation<N> + Send + Sync + 'static,
@@ -208,17 +208,15 @@ impl<O: Operation<N> + Send + Sync, const N: usize> Recorded for WithInputs<O, N
     fn forward(&self) -> Result<(Storage, Shape)> {
         let storages = self.inputs.each_ref().map(Tensor::storage_and_layout);
         if matches!(&*storages[0].0, Storage::Cuda(_)) {
-            let mut operands = Vec::with_capacity(N);
-            for (storage, layout) in &storages {
-                operands.push(Operand::new(storage, layout, O::NAME)?);
-            }
-            return self.operation.launch_forward(into_array(operands));
+            let operands = try_map(storages.each_ref(), |(storage, layout)| {
+                Operand::new(storage, layout, O::NAME)
+            })?;
+            return self.operation.launch_forward(operands);
         }
-        let mut inputs = Vec::with_capacity(N);
-        for (storage, layout) in &storages {
-            inputs.push((cpu_storage(storage, O::NAME)?, *layout));
-        }
-        let (output, shape) = self.operation.forward(into_array(inputs))?;
+        let inputs = try_map(storages.each_ref(), |(storage, layout)| {
+            Ok((cpu_storage(storage, O::NAME)?, *layout))
+        })?;
+        let (output, shape) = self.operation.forward(inputs)?;
         Ok((Storage::Cpu(output), shape))
     }
 
@@ -230,12 +228,19 @@ impl<O: Operation<N> + Send + Sync, const N: usize> Recorded for WithInputs<O, N
     }
 }
 
-/// Returns what there is for each of `N` inputs.
-fn into_array<T, const N: usize>(values: Vec<T>) -> [T; N] {
-    let Ok(values) = values.try_into() else {
-        unreachable!("there is one value for each input")
+/// Returns the result of a function for each of `N` inputs.
+///
+/// # Errors
+/// The first error of the function.
+fn try_map<I, T, const N: usize>(
+    inputs: [I; N],
+    function: impl FnMut(I) -> Result<T>,
+) -> Result<[T; N]> {
+    let results: Vec<T> = inputs.into_iter().map(function).collect::<Result<_>>()?;
+    let Ok(results) = results.try_into() else {
+        unreachable!("there is one result for each input")
     };
-    values
+    Ok(results)
 }
 
 /// An operation in the form in which candle runs it, on CPUs and GPUs.
@@ -323,22 +328,20 @@ impl<O> ForCandle<O> {
         let storages = inputs.map(Tensor::storage_and_layout);
         let (output_storage, output_layout) = output.storage_and_layout();
         let (grad_storage, grad_layout) = grad.storage_and_layout();
-        let mut operands = Vec::with_capacity(N);
-        for (storage, layout) in &storages {
-            operands.push(Operand::new(storage, layout, O::NAME)?);
-        }
-        let operands: [Operand<'_>; N] = into_array(operands);
+        let operands = try_map(storages.each_ref(), |(storage, layout)| {
+            Operand::new(storage, layout, O::NAME)
+        })?;
         let output = Operand::new(&output_storage, output_layout, O::NAME)?;
         let grad = Operand::new(&grad_storage, grad_layout, O::NAME)?;
         check_dtypes(&operands, O::NAME)?;
         check_dtypes(&[output.clone(), grad.clone()], O::NAME)?;
         let runner = Runner::new(&output);
         let gradients = self.0.launch_backward(&runner, operands, output, grad)?;
-        let mut tensors = Vec::with_capacity(N);
-        for (gradient, input) in gradients.into_iter().zip(inputs) {
-            tensors.push(runner.tensor(gradient, input.shape())?);
-        }
-        Ok(into_array(tensors))
+        let mut shapes = inputs.iter().map(|input| input.shape());
+        try_map(gradients, |gradient| {
+            let shape = shapes.next().expect("there is one gradient for each input");
+            runner.tensor(gradient, shape)
+        })
     }
 }
 

@@ -228,10 +228,11 @@ pub fn scale(tensors: &[Tensor], factor: f64) -> Result<()> {
     Ok(())
 }
 
-/// Returns the sum of two tensors of one shape and dtype, each times a factor, rounded once.
+/// Returns the sum of two contiguous tensors of one shape and dtype, each times a factor. Half
+/// types are computed in `f32`, and rounded at the end.
 ///
 /// # Errors
-/// CUDA's; dtypes without kernels.
+/// CUDA's; dtypes without kernels; tensors of different dtypes or lengths.
 pub fn combine(x: &Tensor, x_factor: f64, y: &Tensor, y_factor: f64) -> Result<Tensor> {
     let numel = x.elem_count();
     let runner = Runner::on(x.device());

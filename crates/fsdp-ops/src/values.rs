@@ -85,6 +85,11 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
     start..start + last_offset + 1
 }
 
+/// Returns the error of inputs on several devices.
+pub(crate) fn devices_error<T>(operation: &'static str) -> Result<T> {
+    candle_core::bail!("{operation}: a tensor on another device than the others")
+}
+
 /// Returns the storage of a CPU tensor.
 ///
 /// # Errors
@@ -95,7 +100,7 @@ pub(crate) fn cpu_storage<'a>(
 ) -> Result<&'a CpuStorage> {
     match &**storage {
         Storage::Cpu(storage) => Ok(storage),
-        _ => candle_core::bail!("{operation}: a tensor on another device than the others"),
+        _ => devices_error(operation),
     }
 }
 

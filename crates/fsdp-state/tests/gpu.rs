@@ -4,11 +4,9 @@
 //! environment what to do.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
-#![expect(
-    unsafe_code,
-    reason = "a variable for NCCL, which no other thread reads yet"
-)]
 
+#[path = "../../fsdp-comm/tests/nccl_ranks/mod.rs"]
+mod nccl_ranks;
 #[expect(dead_code, reason = "other test programs need the rest")]
 #[path = "../../fsdp-comm/tests/processes/mod.rs"]
 mod processes;
@@ -31,13 +29,18 @@ use fsdp_state::{
     GatherOptions, KeepOn, LoadOptions, StateDict, StateValue, broadcast_state_dict,
     gather_sharded_tensor, gather_state_dict, reshard_sharded_tensor,
 };
-use processes::{Ranks, SHORT_DEADLINE};
+use processes::SHORT_DEADLINE;
 use ranks::{DTYPES, Numbers, assert_cut, bits, bits_at, cut, cuts, f32s, flat_ranges, tensor};
 
 /// The numbers of ranks, of which several may share a GPU.
 const WORLDS: [usize; 2] = [2, 4];
 
 const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Returns the number of GPUs.
+fn gpus() -> usize {
+    usize::try_from(CudaContext::device_count().unwrap()).unwrap()
+}
 
 /// The program of each rank.
 #[test]
@@ -46,16 +49,8 @@ fn rank_process() {
         return;
     };
     let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
-    let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
-    // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its own.
-    // SAFETY: this is the only test of the process, and nothing has read variables in other
-    // threads yet.
-    unsafe {
-        std::env::set_var("NCCL_HOSTID", format!("host-{rank}"));
-        std::env::set_var("LOCAL_RANK", (rank % gpus).to_string());
-    }
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
-    let device = Device::new_cuda(rank % gpus).unwrap();
+    let device = Device::new_cuda(rank % gpus()).unwrap();
     match task.as_str() {
         "any cuts" => any_cuts(&group, &device),
         "large" => large(&group, &device),
@@ -70,7 +65,7 @@ fn rank_process() {
 fn run_all(task: &str) {
     for world_size in WORLDS {
         for slow in [&[][..], &[("CUDA_STAND_IN_DELAY_US", "300")]] {
-            Ranks::start(world_size, task, slow).assert_casualties(&[]);
+            nccl_ranks::start(gpus(), world_size, task, slow).assert_casualties(&[]);
         }
     }
 }
@@ -160,7 +155,7 @@ fn any_cuts(group: &ProcessGroup, device: &Device) {
 #[test]
 fn tensors_of_several_windows_arrive_whole() {
     for world_size in WORLDS {
-        Ranks::start(world_size, "large", &[]).assert_casualties(&[]);
+        nccl_ranks::start(gpus(), world_size, "large", &[]).assert_casualties(&[]);
     }
 }
 
@@ -222,7 +217,7 @@ fn large(group: &ProcessGroup, device: &Device) {
 #[test]
 fn only_what_a_rank_wants_on_the_host_is_copied_there() {
     for world_size in WORLDS {
-        Ranks::start(world_size, "counts", &[]).assert_casualties(&[]);
+        nccl_ranks::start(gpus(), world_size, "counts", &[]).assert_casualties(&[]);
     }
 }
 
@@ -331,7 +326,7 @@ fn failures(group: &ProcessGroup, device: &Device) {
 fn a_rank_that_is_lost_is_named_on_all_others() {
     for world_size in WORLDS {
         let others: Vec<usize> = (0..world_size).filter(|rank| *rank != 1).collect();
-        let mut ranks = Ranks::start(world_size, "until one is lost", &[]);
+        let mut ranks = nccl_ranks::start(gpus(), world_size, "until one is lost", &[]);
         ranks.wait_for(&others, 2 * DEADLINE);
     }
 }

@@ -72,26 +72,28 @@ const NAMES: [&str; 15] = [
 /// The counts of the process.
 static COUNTS: [AtomicU64; NAMES.len()] = [const { AtomicU64::new(0) }; NAMES.len()];
 
-/// The bytes of GPU memory that are allocated where the streams are now, and the most of them since
-/// somebody asked.
-static HELD_BYTES: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+/// The bytes of GPU memory that are allocated where the streams are now.
+static HELD_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The most of them since the last call of [`all`].
+static MOST_BYTES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// The counts of the thread.
-    static OWN: Cell<[u64; NAMES.len()]> = const { Cell::new([0; NAMES.len()]) };
+    /// The counts of this thread.
+    static THREAD_COUNTS: Cell<[u64; NAMES.len()]> = const { Cell::new([0; NAMES.len()]) };
 }
 
-/// Counts one more.
+/// Adds one to a count.
 pub(crate) fn count(counted: Counted) {
     add(counted, 1);
 }
 
-/// Counts many more.
+/// Adds a number to a count.
 pub(crate) fn add(counted: Counted, number: usize) {
     COUNTS[counted as usize].fetch_add(number as u64, Ordering::Relaxed);
-    let mut own = OWN.get();
+    let mut own = THREAD_COUNTS.get();
     own[counted as usize] += number as u64;
-    OWN.set(own);
+    THREAD_COUNTS.set(own);
 }
 
 /// Counts an allocation of so many bytes.
@@ -100,16 +102,15 @@ pub(crate) fn count_allocation(bytes: usize) {
     add(Counted::BytesAllocated, bytes);
 }
 
-/// Counts bytes of memory from the point of a stream on at which they are allocated.
+/// Counts bytes as held. Called where the stream comes to their allocation.
 pub(crate) fn hold(bytes: u64) {
-    let [held, most] = &HELD_BYTES;
-    let held = held.fetch_add(bytes, Ordering::Relaxed) + bytes;
-    most.fetch_max(held, Ordering::Relaxed);
+    let held = HELD_BYTES.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    MOST_BYTES.fetch_max(held, Ordering::Relaxed);
 }
 
-/// Ends the count of bytes, where they are freed.
+/// Counts bytes as held no longer. Called where the stream comes to free them.
 pub(crate) fn release(bytes: u64) {
-    HELD_BYTES[0].fetch_sub(bytes, Ordering::Relaxed);
+    HELD_BYTES.fetch_sub(bytes, Ordering::Relaxed);
 }
 
 /// The counts as programs get them.
@@ -130,12 +131,11 @@ pub(crate) struct Counts {
 
 /// Returns all counts, with those of the thread's own stream.
 pub(crate) fn all(own_stream_waits: [u64; 2]) -> Counts {
-    let [held, most] = &HELD_BYTES;
     Counts {
         process: COUNTS.each_ref().map(|count| count.load(Ordering::Relaxed)),
-        thread: OWN.get(),
+        thread: THREAD_COUNTS.get(),
         own_stream_waits,
-        most_bytes: most.swap(held.load(Ordering::Relaxed), Ordering::Relaxed),
+        most_bytes: MOST_BYTES.swap(HELD_BYTES.load(Ordering::Relaxed), Ordering::Relaxed),
     }
 }
 
@@ -162,6 +162,7 @@ extern "C" fn write() {
     };
     let counts = NAMES.iter().zip(&COUNTS);
     let fields: Vec<String> = counts
+        .chain([(&"most_bytes", &MOST_BYTES)])
         .map(|(name, count)| format!("\"{name}\":{}", count.load(Ordering::Relaxed)))
         .collect();
     let file = OpenOptions::new().create(true).append(true).open(path);

@@ -350,7 +350,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         return code::SUCCESS;
     }
     answer(check(to, from, bytes).and_then(|()| {
-        machine::fail_copy()?;
+        machine::check_copy_to_host()?;
         count(Counted::CopiesDown);
         add(Counted::BytesDown, bytes);
         let host = Host(to.cast());
@@ -529,8 +529,8 @@ extern "C" fn cudaStandInIsPinned(address: *const c_void, bytes: usize) -> c_int
     c_int::from(machine::is_pinned(address.addr(), bytes))
 }
 
-/// Lets `count` copies to the host fail, after so many others. The GPU goes on. CUDA has no such
-/// function.
+/// Lets the next `after` copies to the host succeed, and the `count` copies behind them fail. The
+/// GPU goes on. CUDA has no such function.
 #[unsafe(no_mangle)]
 extern "C" fn cudaStandInFailCopies(after: u64, count: u64) -> Code {
     machine::set_failing_copies(after, count);

@@ -18,7 +18,8 @@
 //! compiled for the host.
 //!
 //! It counts what programs ask of it: see `CUDA_STAND_IN_COUNTS`, `cudaStandInAllCounts`, and
-//! `ncclStandInOrigins`.
+//! `ncclStandInOrigins`. `cudaStandInIsPinned` tells whether memory is pinned, and
+//! `cudaStandInFailCopies` lets copies fail.
 //!
 //! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are
 //! environment variables:
@@ -28,7 +29,8 @@
 //! | `CUDA_STAND_IN_DEVICES` | The number of GPUs; 1 if it is not set |
 //! | `CUDA_STAND_IN_CAPABILITY` | The compute capability of each GPU, such as 75; 90 if it is not set |
 //! | `CUDA_STAND_IN_MEMORY` | The bytes of each GPU's memory; 1 GiB if it is not set |
-//! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each kernel, copy, and call of NCCL's; 0 if it is not set |
+//! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each kernel, memset, copy, and call of NCCL's; 0 if it is not set |
+//! | `CUDA_STAND_IN_COMPUTES` | If it is 0, kernels and products are counted, but not carried out, and memory is not filled when it is allocated and freed; for counts of models that would take too long |
 //! | `CUDA_STAND_IN_LINK_US` | The microseconds that a call of NCCL's takes; 0 if it is not set |
 //! | `CUDA_STAND_IN_LINK_BYTES_PER_SECOND` | How fast calls of NCCL's move bytes between ranks; as fast as they can if it is not set |
 //! | `CUDA_STAND_IN_COUNTS` | The file to which each process adds a line with its counts when it ends |

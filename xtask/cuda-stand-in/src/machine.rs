@@ -87,7 +87,7 @@ impl Device {
 
     /// Makes a GPU with so many bytes of memory; `None` if there is none for it.
     fn new(ordinal: usize, number: usize, capacity: u64) -> Option<Device> {
-        let memory = Memory::new(ordinal, capacity)
+        let memory = Memory::new(ordinal, capacity, computes())
             .inspect_err(|error| say(&format!("no memory for a GPU: {error}")))
             .ok()?;
         Some(Device {
@@ -177,6 +177,12 @@ pub(crate) fn number(variable: &str) -> Option<u64> {
 fn delay() -> Duration {
     static DELAY: OnceLock<Duration> = OnceLock::new();
     *DELAY.get_or_init(|| Duration::from_micros(number("CUDA_STAND_IN_DELAY_US").unwrap_or(0)))
+}
+
+/// Returns `true` unless kernels and products are only counted.
+pub(crate) fn computes() -> bool {
+    static COMPUTES: OnceLock<bool> = OnceLock::new();
+    *COMPUTES.get_or_init(|| number("CUDA_STAND_IN_COMPUTES") != Some(0))
 }
 
 /// Returns ten times the compute capability of each GPU.
@@ -314,19 +320,20 @@ pub(crate) fn is_pinned(address: usize, bytes: usize) -> bool {
     before.is_some_and(|(start, len)| address + bytes <= start + len)
 }
 
-/// The copies to the host that still succeed, and those after them that fail.
+/// The number of copies to the host that succeed before others fail, and the number of those
+/// others.
 static FAILING_COPIES: Mutex<[u64; 2]> = Mutex::new([0; 2]);
 
-/// Lets `count` copies to the host fail, after so many others.
+/// Lets the next `after` copies to the host succeed, and the `count` copies behind them fail.
 pub(crate) fn set_failing_copies(after: u64, count: u64) {
     *lock(&FAILING_COPIES) = [after, count];
 }
 
-/// Counts a copy to the host.
+/// Counts a copy to the host towards the copies that [`set_failing_copies`] lets fail.
 ///
 /// # Errors
-/// It is one of those that fail.
-pub(crate) fn fail_copy() -> Result<(), Code> {
+/// This copy is one that has to fail.
+pub(crate) fn check_copy_to_host() -> Result<(), Code> {
     let mut failing = lock(&FAILING_COPIES);
     let [after, count] = *failing;
     if after == 0 && count > 0 {

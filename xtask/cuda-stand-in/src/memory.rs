@@ -38,6 +38,8 @@ pub(crate) struct Memory {
     start: Address,
     base: *mut u8,
     _map: MmapMut,
+    /// `true` if memory that nobody may use, or has written yet, is filled with [`POISON`].
+    is_poisoned: bool,
     blocks: Mutex<Blocks>,
 }
 
@@ -56,7 +58,7 @@ struct Blocks {
 
 impl Memory {
     /// Makes the memory of the GPU with this number.
-    pub(crate) fn new(device: usize, capacity: u64) -> Result<Memory, String> {
+    pub(crate) fn new(device: usize, capacity: u64, is_poisoned: bool) -> Result<Memory, String> {
         let len = usize::try_from(capacity).map_err(|error| error.to_string())?;
         let mut map = MmapOptions::new()
             .len(len)
@@ -72,6 +74,7 @@ impl Memory {
             start,
             base: map.as_mut_ptr(),
             _map: map,
+            is_poisoned,
             blocks: Mutex::new(blocks),
         })
     }
@@ -93,8 +96,11 @@ impl Memory {
         Some(self.start + offset)
     }
 
-    /// Fills memory that nobody may use now.
+    /// Fills memory that nobody may use now, or has written yet.
     fn poison(&self, offset: u64, bytes: u64) {
+        if !self.is_poisoned {
+            return;
+        }
         // SAFETY: these bytes are within the map.
         unsafe {
             self.base
@@ -122,9 +128,10 @@ impl Memory {
         // Kernels of libraries are not checked while they run.
         let rest = (offset + bytes) as usize..(offset + len) as usize;
         // SAFETY: these bytes are within the map, and belong to this allocation.
-        if rest
-            .clone()
-            .any(|at| unsafe { self.base.add(at).read() } != POISON)
+        if self.is_poisoned
+            && rest
+                .clone()
+                .any(|at| unsafe { self.base.add(at).read() } != POISON)
         {
             return Err(format!(
                 "{address:#x} has been written behind its {bytes} bytes"
@@ -252,7 +259,7 @@ mod tests {
 
     #[test]
     fn memory_is_poisoned_bounded_and_used_again() {
-        let memory = Memory::new(1, 4096).unwrap();
+        let memory = Memory::new(1, 4096, true).unwrap();
         let first = memory.allocate(10).unwrap();
         let second = memory.allocate(1000).unwrap();
         assert_eq!(
@@ -273,7 +280,7 @@ mod tests {
 
     #[test]
     fn what_is_written_behind_an_allocation_is_found_when_it_is_freed() {
-        let memory = Memory::new(0, 4096).unwrap();
+        let memory = Memory::new(0, 4096, true).unwrap();
         let address = memory.allocate(20).unwrap();
         let first = memory.elements::<u8>(address).unwrap().as_ptr();
         // SAFETY: within the memory, though behind the allocation, as a kernel may write.
@@ -289,7 +296,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "element 5 is read where there are 5")]
     fn an_element_behind_an_allocation_is_not_read() {
-        let memory = Memory::new(0, 4096).unwrap();
+        let memory = Memory::new(0, 4096, true).unwrap();
         let address = memory.allocate(20).unwrap();
         memory.elements::<f32>(address).unwrap().get(5);
     }

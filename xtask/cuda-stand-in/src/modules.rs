@@ -16,7 +16,7 @@ use crate::handles::{Handle, Handles};
 use crate::kernels::{self, Arguments, Grid, Kernel};
 use crate::libraries::{self, LibraryKernel, Shape};
 use crate::machine::code::{self, Code};
-use crate::machine::{current, push, say};
+use crate::machine::{computes, current, push, say};
 use crate::queue::{Work, carry_out};
 
 /// A module.
@@ -209,6 +209,9 @@ unsafe extern "C" fn cuLaunchKernel(
         }
     };
     count(Counted::Kernels);
+    if !computes() {
+        return code::SUCCESS;
+    }
     let launched = push(
         on,
         Box::new(move || carry_out(work).map_err(|error| format!("`{name}`: {error}"))),

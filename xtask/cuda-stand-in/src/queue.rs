@@ -58,7 +58,7 @@ struct Waits {
 pub(crate) struct Queue {
     work: Mutex<Sender<(Work, Marker, Duration)>>,
     last: Mutex<Marker>,
-    /// The time between two pieces of work.
+    /// The time for which the queue does nothing before each piece of work that takes a GPU time.
     delay: Duration,
     waits: Arc<Waits>,
     /// `true` if work of the default stream and of this one waits for each other.

@@ -123,8 +123,8 @@ struct BuiltTarget {
     kind: Vec<String>,
 }
 
-/// Returns the programs that cargo's messages name, each with a name of its own: its target's, for
-/// tests after its package's.
+/// Returns the programs that cargo's messages name, each with a name of its own: that of its
+/// target, and for tests the name of the package in front of it.
 fn programs(messages: &str) -> Vec<(String, PathBuf)> {
     let mut programs = Vec::new();
     for line in messages.lines() {

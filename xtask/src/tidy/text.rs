@@ -54,13 +54,10 @@ const UNSAFE: &[&str] = &[
     "xtask/cuda-stand-in/src/modules.rs",
     "xtask/cuda-stand-in/src/nccl/mod.rs",
     "xtask/cuda-stand-in/src/random.rs",
-    // Tests on GPUs: variables for NCCL, and the counts of the stand-in.
+    // Tests on GPUs: streams, and the counts of the stand-in.
     "crates/fsdp-checkpoint/tests/gpu/counts.rs",
-    "crates/fsdp-checkpoint/tests/gpu/full.rs",
     "crates/fsdp-comm/tests/nccl.rs",
     "crates/fsdp-comm/tests/stand_in/mod.rs",
-    "crates/fsdp-nn/tests/overlap.rs",
-    "crates/fsdp-state/tests/gpu.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",

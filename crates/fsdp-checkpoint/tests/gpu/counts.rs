@@ -33,6 +33,11 @@ pub(crate) fn counts() -> Counts {
     }
 }
 
+/// Returns `true` if there are counts: not with a real driver.
+pub(crate) fn has_counts() -> bool {
+    stand_in::counts().is_some()
+}
+
 impl Counts {
     /// Returns what was counted since an earlier time.
     pub(crate) fn since(self, earlier: Counts) -> Counts {
@@ -72,8 +77,8 @@ pub(crate) fn is_pinned(bytes: &[u8]) -> bool {
     }
 }
 
-/// Lets copies from GPUs to the host fail: so many, after so many others. Returns `false` with a
-/// real driver.
+/// Lets `after` more copies from GPUs to the host succeed, and the `count` that follow fail.
+/// Returns `false` with a real driver.
 pub(crate) fn fail_copies(after: u64, count: u64) -> bool {
     let driver = driver();
     // SAFETY: the function takes two numbers.

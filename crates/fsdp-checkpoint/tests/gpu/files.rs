@@ -42,7 +42,8 @@ impl Flow {
     }
 }
 
-/// The system's files.
+/// The operating system's files. All calls are passed on to it; files that are written or read
+/// count their bytes, and writing fails when there is no space left.
 #[derive(Debug, Clone)]
 pub(crate) struct WatchedFiles(Arc<Flow>);
 

@@ -10,32 +10,24 @@ use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{FsdpConfig, MixedPrecision};
 use fsdp_state::{StateDict, flatten_state_dict};
 
-use crate::counts::counts;
-use crate::processes::Ranks;
-use crate::{alone, backward_on, large_run, step};
+use crate::counts::{counts, has_counts};
+use crate::{alone, backward_on, large_run, nccl_ranks, step};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The bytes of what is copied beside state: norms, steps, and the strides that kernels get.
+/// More bytes than are copied beside the state: norms, steps, and the strides that kernels get.
 const SMALL_BYTES: u64 = 10_000;
 
+/// Returns the number of GPUs.
+fn gpus() -> usize {
+    usize::try_from(CudaContext::device_count().unwrap()).unwrap()
+}
+
 /// Gets the full state dict of a run on rank 0, and brings it into another run.
-#[expect(
-    unsafe_code,
-    reason = "a variable for NCCL, which no other thread reads yet"
-)]
 pub(crate) fn run_rank() {
     let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
-    let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
-    // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its own.
-    // SAFETY: this is the only test of the process, and nothing has read variables in other
-    // threads yet.
-    unsafe {
-        std::env::set_var("NCCL_HOSTID", format!("host-{rank}"));
-        std::env::set_var("LOCAL_RANK", (rank % gpus).to_string());
-    }
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
-    let device = Device::new_cuda(rank % gpus).unwrap();
+    let device = Device::new_cuda(rank % gpus()).unwrap();
     for param in [None, Some(DType::BF16)] {
         let config = FsdpConfig {
             device: device.clone(),
@@ -66,10 +58,9 @@ pub(crate) fn run_rank() {
         let moved = counts().since(before);
         let bytes = bytes_of(&model) + bytes_of(&optim);
         assert_eq!(bytes > 0, rank == 0);
-        let has_counts = counts().to_device > 0;
         let expected = bytes..=bytes + SMALL_BYTES;
         assert!(
-            !has_counts || expected.contains(&moved.to_host),
+            !has_counts() || expected.contains(&moved.to_host),
             "{moved:?} {bytes}"
         );
         assert!(moved.to_device < SMALL_BYTES, "{moved:?}");
@@ -83,9 +74,8 @@ pub(crate) fn run_rank() {
         let mut optimizers = [&mut other.optimizers[0]];
         set_state_dict(&model, &optim, &parameters, &mut optimizers, &from_rank0).unwrap();
         let moved = counts().since(before);
-        let expected = bytes..=bytes + SMALL_BYTES;
         assert!(
-            !has_counts || expected.contains(&moved.to_device),
+            !has_counts() || expected.contains(&moved.to_device),
             "{moved:?} {bytes}"
         );
         assert!(moved.to_host < SMALL_BYTES, "{moved:?}");
@@ -109,7 +99,7 @@ fn a_full_state_dict_is_copied_to_the_host_of_rank_0_only_and_goes_back_from_the
     let _alone = alone();
     for slow in [&[][..], &[("CUDA_STAND_IN_DELAY_US", "300")]] {
         for world_size in [2, 4] {
-            Ranks::start(world_size, "full", slow).assert_casualties(&[]);
+            nccl_ranks::start(gpus(), world_size, "full", slow).assert_casualties(&[]);
         }
     }
 }

@@ -50,9 +50,9 @@ fn a_rank_that_dies_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let variables = [(RUN, dir.path().to_str().unwrap())];
-    let mut ranks = Ranks::start(2, "killed", &variables);
+    let mut ranks = Ranks::start(2, "killed", |_| variables.to_vec());
     ranks.wait_for(&[0], 2 * DEADLINE);
     assert_eq!(readable_steps(dir.path()), [1]);
-    Ranks::start(2, "next", &variables).assert_casualties(&[]);
+    Ranks::start(2, "next", |_| variables.to_vec()).assert_casualties(&[]);
     assert_eq!(readable_steps(dir.path()), [1, 2]);
 }

@@ -9,6 +9,8 @@ mod files;
 #[cfg(feature = "nccl")]
 mod full;
 mod killed;
+#[path = "../../../fsdp-comm/tests/nccl_ranks/mod.rs"]
+mod nccl_ranks;
 mod plan;
 #[expect(dead_code, reason = "other test programs need the rest")]
 #[path = "../../../fsdp-comm/tests/processes/mod.rs"]
@@ -38,7 +40,7 @@ use fsdp_nn::{
 };
 use fsdp_state::{StateDict, StateValue, flatten_state_dict};
 
-use self::counts::counts;
+use self::counts::{counts, has_counts};
 use self::files::WatchedFiles;
 
 /// The program of each rank, in tests whose ranks are processes.
@@ -118,7 +120,7 @@ fn train_and_save(path: &Path, algorithm: &Algorithm) {
 }
 
 /// Returns every value of a checkpoint by flat key, as bits.
-fn bits(path: &Path) -> Vec<(String, String)> {
+fn checkpoint_bits(path: &Path) -> Vec<(String, String)> {
     let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
     let mut values: Vec<(String, String)> = flatten_state_dict(&state)
         .unwrap()
@@ -197,8 +199,8 @@ fn what_cpus_saved_goes_to_gpus_and_back_bit_for_bit() {
                 checkpointer.wait().unwrap();
             })
             .unwrap();
-            assert_eq!(bits(&gpus), bits(&cpus), "{what}");
-            assert_eq!(bits(&later), bits(&cpus), "{what}");
+            assert_eq!(checkpoint_bits(&gpus), checkpoint_bits(&cpus), "{what}");
+            assert_eq!(checkpoint_bits(&later), checkpoint_bits(&cpus), "{what}");
         }
     }
 }
@@ -209,7 +211,9 @@ type Large = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
 /// The input of the larger layer, and its output.
 const WIDTHS: [usize; 2] = [1200, 900];
 
-/// Makes a run of the large model. Muon steps on its smaller matrix, and AdamW on the rest.
+/// Makes a run of the large model, which `algorithm` steps; if that is Muon, it steps the smaller
+/// matrix only, and AdamW the rest. With `is_tied` a second name shares the memory of the smaller
+/// matrix.
 fn large_run(
     group: ProcessGroup,
     config: FsdpConfig,
@@ -246,7 +250,7 @@ fn large_run(
 
 type LargeModules = (Unit<Linear>, Linear);
 
-/// Computes gradients on the first GPU, which differ from number to number.
+/// Computes gradients, which differ from number to number, on the first GPU.
 fn backward(run: &TrainState<LargeModules>, number: usize) {
     backward_on(run, number, &Device::new_cuda(0).unwrap());
 }
@@ -376,6 +380,15 @@ fn a_step_right_after_a_background_save_changes_nothing_in_the_checkpoint() {
     }
 }
 
+/// Makes a run of the large model on a GPU, with AdamW, that has done a step.
+fn stepped_run(group: ProcessGroup) -> TrainState<LargeModules> {
+    let adamw = Algorithm::AdamW(AdamOptions::adamw());
+    let mut run = large_run(group, on_gpu(), &adamw, false);
+    backward(&run, 1);
+    step(&mut run);
+    run
+}
+
 /// Returns the bytes of a run's state that are on a GPU.
 fn gpu_bytes(run: &TrainState<LargeModules>) -> u64 {
     let state = state(&run.model, &run.optimizers[0]);
@@ -400,21 +413,17 @@ fn a_save_copies_each_byte_once_and_training_does_not_wait_for_it() {
         let options = CheckpointerOptions::default();
         let mut checkpointer =
             Checkpointer::new(files.location(dir.path()), &group, options).unwrap();
-        let adamw = Algorithm::AdamW(AdamOptions::adamw());
-        let mut run = large_run(group, on_gpu(), &adamw, false);
-        backward(&run, 1);
-        step(&mut run);
+        let mut run = stepped_run(group);
         let state_bytes = gpu_bytes(&run);
         assert!(state_bytes > LARGE_BYTES, "{state_bytes}");
-        let has_counts = counts().to_device > 0;
 
         let before = counts();
         checkpointer.save(1, &run).unwrap();
         let saved = counts().since(before);
-        assert!(!has_counts || saved.to_host == state_bytes, "{saved:?}");
+        assert!(!has_counts() || saved.to_host == state_bytes, "{saved:?}");
         assert_eq!(saved.to_device, 0);
         let written = files.take_written();
-        assert!(!has_counts || written[0] == LARGE_BYTES, "{written:?}");
+        assert!(!has_counts() || written[0] == LARGE_BYTES, "{written:?}");
 
         // The first save in the background pins its memory there.
         checkpointer.save_async(2, &run).unwrap();
@@ -449,11 +458,11 @@ fn a_save_copies_each_byte_once_and_training_does_not_wait_for_it() {
         assert!(report.waited.is_zero());
         // What the forwards and backwards copy is little.
         assert!(
-            !has_counts || (state_bytes..state_bytes + 10_000).contains(&saved.to_host),
+            !has_counts() || (state_bytes..state_bytes + 10_000).contains(&saved.to_host),
             "{saved:?}"
         );
         let written = files.take_written();
-        assert!(!has_counts || written[0] == LARGE_BYTES, "{written:?}");
+        assert!(!has_counts() || written[0] == LARGE_BYTES, "{written:?}");
     })
     .unwrap();
 }
@@ -469,20 +478,16 @@ fn a_save_to_memory_copies_each_byte_once() {
             ..CheckpointerOptions::default()
         };
         let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
-        let adamw = Algorithm::AdamW(AdamOptions::adamw());
-        let mut run = large_run(group, on_gpu(), &adamw, false);
-        backward(&run, 1);
-        step(&mut run);
+        let run = stepped_run(group);
         let state_bytes = gpu_bytes(&run);
-        let has_counts = counts().to_device > 0;
         checkpointer.save(1, &run).unwrap();
         files.take_written();
         let before = counts();
         checkpointer.save_to_memory(2, &run).unwrap();
         let saved = counts().since(before);
-        assert!(!has_counts || saved.to_host == state_bytes, "{saved:?}");
+        assert!(!has_counts() || saved.to_host == state_bytes, "{saved:?}");
         let written = files.take_written();
-        assert!(!has_counts || written[0] == LARGE_BYTES, "{written:?}");
+        assert!(!has_counts() || written[0] == LARGE_BYTES, "{written:?}");
     })
     .unwrap();
 }
@@ -496,28 +501,24 @@ fn a_load_copies_each_byte_once_into_the_live_tensors() {
         let options = CheckpointerOptions::default();
         let mut checkpointer =
             Checkpointer::new(files.location(dir.path()), &group, options).unwrap();
-        let adamw = Algorithm::AdamW(AdamOptions::adamw());
-        let mut run = large_run(group.clone(), on_gpu(), &adamw, false);
-        backward(&run, 1);
-        step(&mut run);
+        let mut run = stepped_run(group.clone());
         let saved = checkpointer.save(1, &run).unwrap();
         let state_bytes = gpu_bytes(&run);
         backward(&run, 2);
         step(&mut run);
-        let has_counts = counts().to_device > 0;
         for turn in 0..2 {
             files.take_read();
             let before = counts();
             checkpointer.load(1, &mut run).unwrap();
             let loaded = counts().since(before);
             assert!(
-                !has_counts || loaded.to_device == state_bytes,
+                !has_counts() || loaded.to_device == state_bytes,
                 "{loaded:?} {state_bytes}"
             );
             assert_eq!(loaded.to_host, 0);
             assert!(turn == 0 || loaded.pinned == 0, "{loaded:?}");
             let read = files.take_read();
-            assert!(!has_counts || read[0] == LARGE_BYTES, "{read:?}");
+            assert!(!has_counts() || read[0] == LARGE_BYTES, "{read:?}");
         }
         let again = checkpointer.save(2, &run).unwrap();
         assert_eq!(again.digest, saved.digest);
@@ -547,15 +548,14 @@ fn long_tensors_are_loaded_through_pinned_memory_too() {
                 .unwrap()
                 .fill(7);
         }
-        let has_counts = counts().to_device > 0;
         files.take_read();
         let before = counts();
         load_in_place(path, &mut state, &group, &LoadOptions::default()).unwrap();
         let loaded = counts().since(before);
         let bytes = saved.rank_bytes;
-        assert!(!has_counts || loaded.to_device == bytes, "{loaded:?}");
+        assert!(!has_counts() || loaded.to_device == bytes, "{loaded:?}");
         let read = files.take_read();
-        assert!(!has_counts || read[0] == bytes, "{read:?} {bytes}");
+        assert!(!has_counts() || read[0] == bytes, "{read:?} {bytes}");
         assert!(loaded.pinned <= 256 << 20, "{loaded:?}");
         assert_eq!(state_digest(&state, &group).unwrap(), digest);
     })

@@ -106,16 +106,16 @@ impl Case {
     /// Returns the options of a model on a device.
     fn config(&self, ranks: usize, device: &Device) -> FsdpConfig {
         let is_hybrid = self.strategy == ShardingStrategy::HybridShard && ranks > 1;
-        let mesh = DeviceMesh::new(&[2, ranks.div_ceil(2)], &["replicate", "shard"], ranks);
+        let mesh = || DeviceMesh::new(&[2, ranks / 2], &["replicate", "shard"], ranks).unwrap();
         FsdpConfig {
             device: device.clone(),
-            // A single rank has all anyway.
+            // A single rank has the whole model anyway.
             strategy: if ranks == 1 {
                 ShardingStrategy::NoShard
             } else {
                 self.strategy
             },
-            mesh: is_hybrid.then(|| mesh.unwrap()),
+            mesh: is_hybrid.then(mesh),
             mixed_precision: MixedPrecision {
                 param: self.precision,
                 reduce: self.precision.map(|_| DType::F32),
@@ -188,7 +188,7 @@ impl Case {
         let model = FullyShardedDataParallel::new(group, config, |scope| Gpt::new(scope, &CONFIG))?;
         let mut optimizers = [self.optimizer(model.parameters())];
         let mut scaler = (self.precision == Some(DType::F16)).then(|| {
-            // Too large for the first step.
+            // A scale with which the gradients of the first step overflow.
             let options = GradScalerOptions {
                 init_scale: f64::from(1u32 << 24),
                 ..GradScalerOptions::default()
@@ -211,8 +211,8 @@ impl Case {
                 Ok::<_, NnError>(loss.detach())
             };
             let mut losses = Vec::new();
-            for part in 1..self.accumulation {
-                losses.push(model.no_sync(|_| backward(part - 1))?);
+            for part in 0..self.accumulation - 1 {
+                losses.push(model.no_sync(|_| backward(part))?);
             }
             losses.push(backward(self.accumulation - 1)?);
             let options = FinishOptions {

@@ -19,9 +19,10 @@ use crate::sync::{lock, ready_within_yields, wait_timeout};
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<BoardState>,
-    /// For each rank, the place at which it waits for its readers, and then one at which all wait
-    /// for the end of a vote. A rank is woken when it can go on, and not for each step of another
-    /// one: with many ranks on few cores, waking them would take longer than their computation.
+    /// The places at which ranks wait: for each rank one at which it waits for its readers, and
+    /// behind them one at which all wait for the end of a vote. A rank is woken when it can go on,
+    /// and not for each step of another one: with many ranks on few cores, waking them would take
+    /// longer than their computation.
     places: Vec<Place>,
     turns: Option<Arc<dyn Turns>>,
 }
@@ -97,6 +98,11 @@ impl Board {
         lock(&self.state)
     }
 
+    /// Returns the number of the place at which all ranks wait for the end of a vote.
+    const fn vote_place(&self) -> usize {
+        self.global_ranks.len()
+    }
+
     /// Wakes the ranks that wait at these places.
     fn wake(&self, places: impl IntoIterator<Item = usize>) {
         // With turns, ranks do not wait at places, but ask again in their next turn.
@@ -170,10 +176,10 @@ impl Board {
             // Give the lock back before waking the others, because they would only wait for the
             // lock.
             drop(state);
-            self.wake([self.global_ranks.len()]);
+            self.wake([self.vote_place()]);
             return Ok(tally);
         }
-        let complete = self.wait(state, round, self.global_ranks.len(), |rank, _| {
+        let complete = self.wait(state, round, self.vote_place(), |rank, _| {
             rank.voted > round.number
         })?;
         Ok(Arc::clone(&complete.tally))

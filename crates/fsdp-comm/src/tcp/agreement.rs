@@ -42,7 +42,8 @@ const SPREADS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 /// missing, so few connections have to be made.
 const SPREADING_TIME: Duration = Duration::from_secs(1);
 
-/// The time that those have to show that they run, before a silent one is blamed.
+/// The time that the ranks whose ballots are missing have, once this one connects to them, to show
+/// that they run. Then a silent one is blamed.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The longest time between two checks of the other ranks.
@@ -114,11 +115,8 @@ impl InboxState {
         let missing = poll.missing(schedule);
         let missing: Vec<usize> = missing.map(|rank| state.ranks[rank]).collect();
         let absent = state.absent_from.iter();
-        needed.extend(
-            absent
-                .filter(|&(_, first)| *first <= round.number)
-                .map(|(rank, _)| rank),
-        );
+        let absent = absent.filter(|&(_, first_round)| *first_round <= round.number);
+        needed.extend(absent.map(|(rank, _)| rank));
         if let Some(failure) = self.departed_error(group, round, &needed) {
             return Err(failure);
         }
@@ -186,8 +184,8 @@ impl InboxState {
         awaited.map(|(&round, _)| round)
     }
 
-    /// Returns the frames to send that no operation of this rank waits for: news to forward, and
-    /// ballots to spread.
+    /// Returns the frames to send that no operation of this rank waits for: news to forward,
+    /// heartbeats, and ballots to spread.
     pub(super) fn notices(&mut self) -> Vec<Notice> {
         self.has_news = false;
         for (&group, state) in &mut self.groups {

@@ -67,8 +67,8 @@ pub(super) struct OutgoingFrame<B> {
     pub(super) body: B,
 }
 
-/// A frame to send that no operation of this rank waits for: news to forward, or ballots to spread.
-/// Notices to several ranks can share their bodies.
+/// A frame to send that no operation of this rank waits for: news, a heartbeat, a goodbye, or
+/// ballots to spread. Notices to several ranks can share their bodies.
 pub(super) type Notice = OutgoingFrame<Bytes>;
 
 impl Notice {

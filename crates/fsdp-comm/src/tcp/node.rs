@@ -267,29 +267,27 @@ impl Node {
         }
     }
 
-    /// Sends ballots. While the other rank does not read, this waits until the round's deadline. It
-    /// is not an error if the other rank is gone: it may have all ballots already. If it is still
-    /// needed, the vote itself fails.
+    /// Sends ballots. While there is no connection, or the other rank does not read, this waits
+    /// until the round's deadline. It is not an error if the other rank is gone: it may have all
+    /// ballots already. If it is still needed, the vote itself fails.
     fn pass_on(
         &self,
-        frame: &OutgoingFrame<impl AsRef<[u8]>>,
+        ballots: &OutgoingFrame<impl AsRef<[u8]>>,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let connected = self.await_connection(frame.receiver, frame.group, round);
+        let connected = self.await_connection(ballots.receiver, ballots.group, round);
         let outcome = connected
             .map_err(Some)
-            .and_then(|()| self.write(frame, round));
-        match outcome {
-            Err(Some(failure))
-                if self.inbox().lock().peers[frame.receiver]
-                    .departure
-                    .is_none() =>
-            {
-                Err(failure)
-            }
-            // If the group has failed, the vote fails next.
-            Ok(()) | Err(_) => Ok(()),
+            .and_then(|()| self.write(ballots, round));
+        // If the group has failed, the vote fails next.
+        if let Err(Some(failure)) = outcome
+            && self.inbox().lock().peers[ballots.receiver]
+                .departure
+                .is_none()
+        {
+            return Err(failure);
         }
+        Ok(())
     }
 
     /// Lets a group fail on this rank, and tells its neighbours in the group. This rank may end

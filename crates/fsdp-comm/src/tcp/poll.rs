@@ -38,9 +38,10 @@ pub(super) struct Poll {
     pub(super) is_outdated: bool,
     /// The ranks whose ballots this one has spread; `None` while nobody has waited for long.
     pub(super) spread: Option<BTreeSet<usize>>,
-    /// The time at which this rank, if it has waited for long, connects to those that are missing.
+    /// The time at which this rank, if it has waited for long, connects to the ranks whose ballots
+    /// are missing.
     pub(super) connects_at: Option<Instant>,
-    /// `true` if it has done so.
+    /// `true` once it has connected to them.
     pub(super) has_connected: bool,
 }
 
@@ -48,14 +49,15 @@ pub(super) struct Poll {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Message {
     ballot: Ballot,
-    /// `true` if the message is not one of a step, but spreads what a rank knows.
+    /// `true` if the message belongs to no step, but spreads the ballots that a rank has.
     pub(super) is_spread: bool,
-    /// The first of the consecutive ranks whose ballots the message brings.
+    /// The first rank whose ballot the message brings.
     first_rank: usize,
-    /// Their number; 0 if the message brings those of other ranks.
+    /// The number of consecutive ranks, from the first one on, whose ballots the message brings; 0
+    /// if it spreads ballots, whose ranks need not be consecutive.
     rank_count: usize,
-    /// The attachments of these ranks that are not empty, or those of other ranks, each with its
-    /// rank.
+    /// Attachments, each with its rank: those of consecutive ranks that are not empty, or those of
+    /// all ranks whose ballots are spread.
     attachments: Vec<(usize, Bytes)>,
 }
 

@@ -1,9 +1,9 @@
 //! Shared memory that one rank of a group owns and all ranks of the group map.
 //!
 //! ```text
-//! words of the owner: token, votes cast, chunks published, rounds planned, lengths of its two attachments | its ballot
+//! words of the owner: token, votes cast, chunks published, rounds planned, lengths of its two attachments | its two ballots
 //! three notifications (futexes): a count that goes up at every change, and the number of ranks that wait for the next change
-//! words of the group, in the segment of rank 0: ballots cast | the verdict, the merged ballot
+//! words of the group, in the segment of rank 0: ballots cast | the verdict
 //! for each reader: chunks consumed | the place of its chunks of this round: number of the first, offset, size
 //! two attachments, of votes with even and with odd numbers
 //! two windows, of chunks with even and with odd numbers
@@ -46,12 +46,12 @@ const VERDICT_LINE: usize = 6;
 const READERS_LINE: usize = 7;
 
 /// The number of words of a ballot.
-pub(super) const BALLOT_WORDS: usize = BALLOT_BYTES.div_ceil(8);
+const BALLOT_WORDS: usize = BALLOT_BYTES.div_ceil(8);
 
 const PAGE_BYTES: usize = 4096;
 
-/// A word of a segment. Its owner writes it, except for those of the group, which are in the
-/// segment of rank 0, and which all ranks write.
+/// A word of a segment. Its owner writes it, except for the words of the group: they are in the
+/// segment of rank 0, and all ranks write them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Word {
     /// The token of the owner. A process that finds another one has mapped the wrong memory.
@@ -93,7 +93,7 @@ pub(super) enum Notification {
     Readers,
     /// A reader has consumed a chunk.
     Owner,
-    /// There is a verdict. Only that of rank 0 is used.
+    /// There is a verdict. Only the notification in the segment of rank 0 is used.
     Group,
 }
 

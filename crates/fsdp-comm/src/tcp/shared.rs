@@ -138,7 +138,13 @@ impl SharedMemory {
         // vote before last, which nobody reads any more, because all ranks have voted since then.
         let own_segment = &self.segments[member.rank];
         own_segment.write_attachment(parity, attachment);
-        own_segment.write_ballot(parity, ballot);
+        own_segment.write_ballot(
+            parity,
+            Ballot {
+                has_attachments: !attachment.is_empty(),
+                ..ballot
+            },
+        );
         own_segment
             .word(Word::Voted)
             .store(*complete_votes + 1, Ordering::Release);

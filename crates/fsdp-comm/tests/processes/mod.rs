@@ -1,5 +1,6 @@
 //! Ranks as processes: this test program, started again.
 
+use std::ffi::OsStr;
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
@@ -34,8 +35,12 @@ struct Rank {
 }
 
 impl Ranks {
-    /// Starts `world_size` ranks that do `what`.
-    pub(crate) fn start(world_size: usize, what: &str, variables: &[(&str, &str)]) -> Ranks {
+    /// Starts `world_size` ranks that do `what`, each with variables of its own.
+    pub(crate) fn start<V: AsRef<OsStr>>(
+        world_size: usize,
+        what: &str,
+        variables_of: impl Fn(usize) -> Vec<(V, V)>,
+    ) -> Ranks {
         let port = free_port().to_string();
         let start = |rank: usize| {
             let mut process = Command::new(std::env::current_exe().unwrap())
@@ -47,7 +52,7 @@ impl Ranks {
                 .env("MASTER_ADDR", "127.0.0.1")
                 .env("MASTER_PORT", &port)
                 .env("FSDP_JOB_ID", format!("{}-{port}", std::process::id()))
-                .envs(variables.iter().copied())
+                .envs(variables_of(rank))
                 .stdin(Stdio::null())
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())

@@ -7,7 +7,7 @@
 
 use libloading::Library;
 
-/// How often something was asked of GPUs so far.
+/// The calls, and the bytes, that programs have asked of GPUs so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Demands {
@@ -77,7 +77,8 @@ pub(crate) fn origins_of_communicators() -> Option<[u64; 2]> {
     counted(library, b"ncclStandInOrigins")
 }
 
-/// Returns what a function of the stand-in has counted.
+/// Calls a function of the stand-in that writes its counts; `None` if the library is not the
+/// stand-in.
 fn counted<C: Default>(library: Library, function: &[u8]) -> Option<C> {
     let mut counts = C::default();
     // SAFETY: the function writes the numbers that the type has.

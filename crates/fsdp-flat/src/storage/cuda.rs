@@ -9,7 +9,9 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Storage, Tensor};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor,
+};
 use float8::F8E4M3;
 use half::{bf16, f16};
 
@@ -105,7 +107,7 @@ macro_rules! slices {
             // The driver does not allocate zero bytes.
             let numel = numel.max(1);
             let slice = match dtype {
-                // SAFETY: the callers fill it.
+                // SAFETY: the callers fill it, or say that it has to be written before it is read.
                 $(DType::$variant => CudaStorageSlice::$variant(unsafe { device.alloc::<$type>(numel) }?),)*
                 dtype => return Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "GPU memory"))),
             };
@@ -353,15 +355,20 @@ pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError
     uninitialized(device, dtype, 0)
 }
 
-/// Makes a tensor of one dimension whose elements are undefined: write them before you read them.
+/// Makes a tensor whose elements are undefined: write them before you read them.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes, and CUDA's.
-pub fn undefined(device: &CudaDevice, dtype: DType, numel: usize) -> Result<Tensor, FlatError> {
-    let storage = Storage::Cuda(uninitialized(device, dtype, numel)?);
+pub fn undefined(
+    device: &CudaDevice,
+    dtype: DType,
+    shape: impl Into<Shape>,
+) -> Result<Tensor, FlatError> {
+    let shape = shape.into();
+    let storage = Storage::Cuda(uninitialized(device, dtype, shape.elem_count())?);
     Ok(Tensor::from_storage(
         storage,
-        numel,
+        shape,
         BackpropOp::none(),
         false,
     ))
@@ -401,13 +408,14 @@ pub(super) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
     )
 }
 
-/// Puts fresh memory in the place of a storage's, without elements in it.
+/// Puts fresh memory for `numel` elements, which are undefined, in the place of a storage's.
 pub(super) fn renew(
     storage: &mut CudaStorage,
     dtype: DType,
     numel: usize,
 ) -> Result<(), FlatError> {
-    replace(storage, dtype, numel, |_, _| Ok(()))
+    *storage = uninitialized(&storage.device, dtype, numel)?;
+    Ok(())
 }
 
 /// Puts fresh memory for `numel` elements in the place of a storage's. `copy` fills it, unless

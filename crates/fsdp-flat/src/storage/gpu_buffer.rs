@@ -18,7 +18,7 @@ use crate::error::FlatError;
 ///
 /// They are filled and read in a stream of their own, which is ordered with those of tensors by
 /// events: to the stream of a tensor a copy is like a kernel, so it may be changed or freed there
-/// as soon as the call has returned. The host does not wait, if nothing else is said.
+/// as soon as the call has returned. The host does not wait, except in methods that say so.
 #[derive(Debug)]
 pub struct GpuBuffer {
     stream: Arc<CudaStream>,
@@ -174,11 +174,12 @@ impl GpuBuffer {
             .map_err(cuda_error)
     }
 
-    /// Copies the first `len` bytes to those after them, until they are there `count` times.
+    /// Fills the start of the buffer with `count` copies of its first `len` bytes, one after the
+    /// other: the same bytes, once for each of `count` receivers.
     ///
     /// # Errors
     /// No room; CUDA's.
-    pub fn repeat(&mut self, len: usize, count: usize) -> Result<(), FlatError> {
+    pub fn repeat_first_bytes(&mut self, len: usize, count: usize) -> Result<(), FlatError> {
         if len == 0 {
             return Ok(());
         }

@@ -49,8 +49,6 @@ use candle_core::{CpuStorage, Device, Storage, Tensor};
 use self::host::{copy_range, host_tensor, zeroed};
 use self::lend::{StorageMut, is_released_storage, released_error, with_storage_mut};
 use crate::error::FlatError;
-#[cfg(feature = "cuda")]
-use candle_core::op::BackpropOp;
 
 pub use self::contents::Contents;
 pub use self::copies::{CopiesEnd, HostCopies, HostMemory};
@@ -158,7 +156,8 @@ pub fn renew(tensor: &Tensor) -> Result<(), FlatError> {
 /// ```
 ///
 /// # Errors
-/// Tensors of other dtypes, shapes or devices; a device that this build does not support.
+/// Tensors whose dtypes or shapes differ, or of which only one is on a GPU; a device that this
+/// build does not support. Tensors on two different GPUs are not told apart.
 pub fn exchange_memory(first: &Tensor, second: &Tensor) -> Result<(), FlatError> {
     if first.shape() != second.shape() || first.dtype() != second.dtype() {
         let name = format!("memory of {:?}", first.dtype());
@@ -209,9 +208,9 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
         && PLAIN_DTYPES.contains(&tensor.dtype())
     {
         let source = tensor.detach().contiguous()?;
-        let target = cuda::undefined(device, tensor.dtype(), tensor.elem_count())?;
+        let target = cuda::undefined(device, tensor.dtype(), tensor.shape())?;
         cuda::write_from_host(&HostBytes::read(&source)?, &target)?;
-        return Ok(target.reshape(tensor.dims())?);
+        return Ok(target);
     }
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }
@@ -276,15 +275,7 @@ pub fn zeros_on(
         Device::Cpu => zeros(shape, dtype),
         // CUDA gives no memory for no elements.
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) if shape.contains(&0) => {
-            let storage = Storage::Cuda(cuda::empty(device, dtype)?);
-            Ok(Tensor::from_storage(
-                storage,
-                shape,
-                BackpropOp::none(),
-                false,
-            ))
-        }
+        Device::Cuda(device) if shape.contains(&0) => cuda::undefined(device, dtype, shape),
         device => Ok(Tensor::zeros(shape, dtype, device)?),
     }
 }

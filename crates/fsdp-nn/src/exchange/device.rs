@@ -378,8 +378,9 @@ mod nccl {
     }
 
     /// Sends elements of a tensor of one dimension to each rank, one rank after the other, and
-    /// returns the elements of all ranks in the same order: as many as `counts` say, of those that
-    /// are sent and of those that are received. Returns `None` if the group cannot move GPU memory.
+    /// returns the elements that all ranks have sent to this one, in the same order. `counts` has
+    /// the number of elements that each rank is sent, and the number that each rank sends to this
+    /// one. Returns `None` if the group cannot move GPU memory.
     pub(crate) fn all_to_all(
         group: &ProcessGroup,
         sent: &Tensor,
@@ -407,13 +408,13 @@ mod nccl {
         let Some((device_group, device)) = device_group(group, sent) else {
             return Ok(None);
         };
-        let received = undefined(device, sent.dtype(), counts.1.iter().sum())?;
+        let received = undefined(device, sent.dtype(), counts.1.iter().sum::<usize>())?;
         with_float!(sent.dtype(), T => all_to_all_typed::<T>(device_group, &received, sent, counts)?);
         Ok(Some(received))
     }
 
-    /// Waits on the host until the GPU has done all collectives that are queued. The error is the
-    /// reason that one of them has failed for.
+    /// Waits on the host until the GPU has done all collectives that are queued. The error says
+    /// why one of them has failed.
     pub(crate) fn synchronize(group: &ProcessGroup) -> Result<()> {
         Ok(group
             .device()

@@ -63,7 +63,7 @@ impl Groups {
     /// models took the same way.
     ///
     /// # Errors
-    /// Those of [`DeviceGroup::calls_hash`](fsdp_comm::device::DeviceGroup::calls_hash).
+    /// A call that cannot be encoded.
     #[cfg(feature = "nccl")]
     pub(crate) fn calls_hash(&self) -> Result<u64> {
         let mut hash = 0u64;
@@ -88,7 +88,7 @@ impl Groups {
     /// they do not agree on those again.
     ///
     /// # Errors
-    /// Those of [`DeviceGroup::begin_step`](fsdp_comm::device::DeviceGroup::begin_step).
+    /// `is_same` is `false`, and ranks of a group have not made the same calls.
     #[cfg(feature = "nccl")]
     pub(crate) fn begin_step(&self, is_same: bool) -> Result<()> {
         for device in self.device_groups() {
@@ -110,17 +110,20 @@ impl Groups {
     /// Returns the operations of the groups on GPU memory, as far as they have any.
     #[cfg(feature = "nccl")]
     fn device_groups(&self) -> impl Iterator<Item = fsdp_comm::device::DeviceGroup<'_>> {
-        let groups = self.shard.iter().chain(&self.replicate);
-        groups.filter_map(ProcessGroup::device)
+        self.all().filter_map(ProcessGroup::device)
+    }
+
+    /// Returns the groups that there are.
+    fn all(&self) -> impl Iterator<Item = &ProcessGroup> {
+        self.shard.iter().chain(&self.replicate)
     }
 
     /// Waits on the host until the GPU has done all collectives of the groups that are queued.
     ///
     /// # Errors
-    /// The reason that one of them has failed for. Its result is undefined.
+    /// The reason for which one of them has failed; the result of that one is undefined.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        let mut groups = self.shard.iter().chain(&self.replicate);
-        groups.try_for_each(device::synchronize)
+        self.all().try_for_each(device::synchronize)
     }
 
     /// Returns `true` if nothing is shared with other ranks.

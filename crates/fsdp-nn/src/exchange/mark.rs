@@ -56,7 +56,7 @@ mod cuda {
     use std::sync::Arc;
 
     use candle_core::CudaDevice;
-    use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError};
+    use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 
     use super::Result;
 
@@ -71,16 +71,17 @@ mod cuda {
     impl Point {
         pub(super) fn new(device: &CudaDevice) -> Result<Point> {
             let stream = device.cuda_stream();
-            let event = stream.record_event(None).map_err(cuda_error)?;
+            let event = stream
+                .record_event(None)
+                .map_err(candle_core::Error::wrap)?;
             Ok(Point { event, stream })
         }
 
         pub(super) fn wait(&self) -> Result<()> {
-            Ok(self.stream.wait(&self.event).map_err(cuda_error)?)
+            Ok(self
+                .stream
+                .wait(&self.event)
+                .map_err(candle_core::Error::wrap)?)
         }
-    }
-
-    fn cuda_error(error: DriverError) -> candle_core::Error {
-        candle_core::Error::wrap(error)
     }
 }

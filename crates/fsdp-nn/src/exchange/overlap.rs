@@ -5,9 +5,10 @@
 //! queues them. It does the same on all ranks, so all ranks run them in the same order, even if one
 //! rank is ahead of another.
 //!
-//! On a GPU that thread only queues them. A collective begins when the GPU has come to the place at
-//! which the computation queued it. Where the computation takes the result, it waits for the
-//! collective, on the GPU. So the host runs ahead, and the memory of units is bounded as on a CPU.
+//! Over NCCL that thread only queues them on the GPU. A collective begins when the GPU has come to
+//! the place at which the computation queued it. Where the computation takes the result, it waits
+//! for the collective, on the GPU. So the host runs ahead, and the memory of units is bounded as on
+//! a CPU.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -61,6 +62,13 @@ struct State {
 }
 
 impl State {
+    /// Waits until the thread has run all reductions.
+    fn finish_reductions(&mut self) {
+        for (_, ticket) in &mut self.reductions {
+            ticket.finish();
+        }
+    }
+
     /// Returns the order of the present phase; `None` outside of phases.
     const fn order(&mut self) -> Option<&mut Order> {
         match self.phase {
@@ -248,9 +256,7 @@ impl Overlap {
         // Wait for all earlier reductions; on a GPU only the GPU does. So the unreduced gradients
         // of at most two units are in memory: this unit, and the one that is computed while this
         // one is reduced.
-        for (_, ticket) in &mut state.reductions {
-            ticket.finish();
-        }
+        state.finish_reductions();
         let background_unit = Arc::clone(unit);
         let ticket = self
             .worker
@@ -262,13 +268,10 @@ impl Overlap {
         Ok(None)
     }
 
-    /// Waits until the thread has run all reductions, which on a GPU are only queued then. Their
+    /// Waits until the thread has run all reductions. Over NCCL they are only queued then. Their
     /// results are still to be taken.
     pub(crate) fn finish_reductions(&self) {
-        let mut state = self.state();
-        for (_, ticket) in &mut state.reductions {
-            ticket.finish();
-        }
+        self.state().finish_reductions();
     }
 
     /// Waits for the reduction of a unit's gradients, if there is one.

@@ -14,14 +14,23 @@ use crate::unit::PendingReduction;
 /// The most parameters that the warning names.
 const MAX_NAMED: usize = 8;
 
+/// Returns `true` if the hashes of all ranks are the same. `hashes` has the largest of all ranks'
+/// bytes of the hash, and then the largest of their inverses, which are those of the smallest
+/// bytes.
+fn is_same_hash(hashes: &[u8]) -> bool {
+    let (largest, inverse) = hashes.split_at(hashes.len() / 2);
+    let mut pairs = largest.iter().zip(inverse);
+    pairs.all(|(byte, inverted)| *byte == !*inverted)
+}
+
 impl ShardedParameters {
     /// Ends a backward that has come to all parameters that it reaches: waits until all gradients
     /// are reduced, those of the root unit among them.
     ///
     /// Collectives: unless gradients are accumulated without communication, one all-reduce of a
-    /// byte for each unit and each parameter, in which the ranks also compare their calls on GPU
-    /// memory since the last one. If these are the same, they do not agree on each of them again.
-    /// While replicas do not reduce, one all-gather of a
+    /// byte for each unit and each parameter, in which the ranks also compare the calls on GPU
+    /// memory that they have made since the last such all-reduce. If these are the same, the next
+    /// step does not agree on each of them again. While replicas do not reduce, one all-gather of a
     /// byte for each unit over the shard group instead. Then the reductions of units that have
     /// gradients left on any rank.
     pub(crate) fn finish_backward(&self) -> Result<()> {
@@ -53,7 +62,6 @@ impl ShardedParameters {
             .collect();
         let flag_count = bytes.len();
         if let Some(hash) = self.calls_hash()? {
-            // The largest of all ranks is also the smallest if all are the same.
             bytes.extend_from_slice(&hash.to_le_bytes());
             bytes.extend_from_slice(&(!hash).to_le_bytes());
         }
@@ -62,9 +70,7 @@ impl ShardedParameters {
         }
         let (flags, hashes) = bytes.split_at(flag_count);
         if !hashes.is_empty() {
-            let (hash, inverse) = hashes.split_at(hashes.len() / 2);
-            let mut pairs = hash.iter().zip(inverse);
-            let is_same = pairs.all(|(byte, inverted)| *byte == !*inverted);
+            let is_same = is_same_hash(hashes);
             self.all_groups()
                 .try_for_each(|groups| groups.begin_step(is_same))?;
         }
@@ -85,7 +91,7 @@ impl ShardedParameters {
         if !self.all_groups().any(Groups::moves_gpu_memory) {
             return Ok(None);
         }
-        // Calls beside the computation count once they are made.
+        // A reduction is part of the hash only after the thread of the collectives has called it.
         if let Some(overlap) = &self.overlap {
             overlap.finish_reductions();
         }

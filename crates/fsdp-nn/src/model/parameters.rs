@@ -387,8 +387,9 @@ impl ShardedParameters {
         self.shared.memory.peak_bytes()
     }
 
-    /// Waits on the host until the GPU has done all collectives that forwards and backwards of this
-    /// rank have queued over NCCL; elsewhere there is nothing to wait for. No communication.
+    /// Waits on the host until the GPU has done all collectives that forwards, backwards and
+    /// optimizer steps of this rank have queued over NCCL; elsewhere there is nothing to wait for.
+    /// No communication.
     ///
     /// If a collective fails after it was queued, what the GPU has computed since is undefined, and
     /// the next call that communicates has the error. A program that reads a number from the GPU
@@ -397,11 +398,7 @@ impl ShardedParameters {
     /// # Errors
     /// The reason that a collective has failed for, such as a lost rank.
     pub fn synchronize(&self) -> Result<()> {
-        // The units of a model share their groups.
-        match self.handles.first() {
-            Some(handle) => handle.exchange.groups.synchronize(),
-            None => Ok(()),
-        }
+        self.all_groups().try_for_each(Groups::synchronize)
     }
 
     /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but

@@ -1,15 +1,14 @@
 //! Steps of Adafactor, whose averages are those of whole rows and columns.
 
-use candle_core::{D, DType, Device, Tensor, WithDType};
+use candle_core::{D, DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{HostSliceMut, zeros_on};
-use fsdp_flat::with_float;
+use fsdp_flat::storage::{owned_copy, zeros_on};
 use fsdp_ops::step;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::on_device::store;
+use super::on_device::{combine, store};
 use super::owners::{
-    GroupStep, Owned, Part, agree, assign_owners, gather_to_owners, scatter_from_owners,
+    GroupStep, Owned, Part, Place, agree, assign_owners, gather_to_owners, scatter_from_owners,
 };
 use crate::algorithm::{AdafactorOptions, WholeUpdate, average_shapes};
 use crate::error::Result;
@@ -78,6 +77,8 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, batch: &[Own
     // Step 1: this rank's parts: of a parameter, of its gradient, and of each average that is
     // sharded.
     let own_parts = agree(group, read_batch(step, batch, place))?;
+    // A parameter is listed once for its values, once for its gradient, and once for each of its
+    // sharded averages.
     let mut sent = Vec::with_capacity(own_parts.len());
     for owned in batch {
         sent.extend(std::iter::repeat_n(
@@ -88,7 +89,8 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, batch: &[Own
     // Step 2: each owner puts its parameters together, and updates them and their averages.
     let gathered = gather_to_owners(group, &sent, own_parts, place)?;
     let updated = agree(group, update_owned(options, step, batch, gathered, place))?;
-    // Step 3: every rank gets its parts of the values and of sharded averages, and all others.
+    // Step 3: every rank gets its parts of the parameters and of the sharded averages, and the
+    // other averages whole.
     let averages: Vec<Vec<Owned>> = batch.iter().map(averages_of).collect();
     let mut returned = Vec::with_capacity(updated.len());
     for (owned, averages) in batch.iter().zip(&averages) {
@@ -142,7 +144,7 @@ fn averages_of(owned: &Owned) -> Vec<Owned> {
 }
 
 /// Returns this rank's [parts](read_parts) of all parameters of a batch.
-fn read_batch(step: &GroupStep<'_>, batch: &[Owned], place: (DType, &Device)) -> Result<Vec<Part>> {
+fn read_batch(step: &GroupStep<'_>, batch: &[Owned], place: Place<'_>) -> Result<Vec<Part>> {
     let mut parts = Vec::with_capacity(2 * batch.len());
     for owned in batch {
         parts.extend(read_parts(owned, &step.locals[owned.local], place)?);
@@ -152,8 +154,9 @@ fn read_batch(step: &GroupStep<'_>, batch: &[Owned], place: (DType, &Device)) ->
 
 /// Returns this rank's part of a parameter, of its gradient and of its sharded averages, in
 /// preparation of its change: waits for readers, releases the gathered copy, and makes the backward
-/// of an earlier forward an error (`begin_change`). All parts are in one dtype and on one device.
-fn read_parts(owned: &Owned, local: &LocalParam, place: (DType, &Device)) -> Result<Vec<Part>> {
+/// of an earlier forward an error (`begin_change`). All parts have the dtype and the device of
+/// `place`.
+fn read_parts(owned: &Owned, local: &LocalParam, place: Place<'_>) -> Result<Vec<Part>> {
     local.handle.begin_change()?;
     let param = local.handle.local_piece(owned.param)?;
     let numel = param.as_ref().map_or(0, Tensor::elem_count);
@@ -184,14 +187,16 @@ fn whole_average(
     local: &LocalParam,
     name: &str,
     numel: usize,
-    (dtype, device): (DType, &Device),
+    (dtype, device): Place<'_>,
 ) -> Result<Part> {
     let state = local.state.as_ref();
     match state.and_then(|state| state.entries.get(name)) {
         Some(LocalState::Whole(tensor)) if tensor.elem_count() == numel => {
             wide(Some(tensor.clone()), dtype)
         }
-        _ => wide(Some(zeros_on(&[numel], dtype, device)?), dtype),
+        _ => Ok((numel > 0)
+            .then(|| zeros_on(&[numel], dtype, device))
+            .transpose()?),
     }
 }
 
@@ -203,7 +208,7 @@ fn update_owned(
     step: &GroupStep<'_>,
     batch: &[Owned],
     gathered: Vec<Part>,
-    place: (DType, &Device),
+    place: Place<'_>,
 ) -> Result<Vec<Part>> {
     let mut gathered = gathered.into_iter();
     let mut updated = Vec::new();
@@ -300,7 +305,12 @@ impl Update<'_> {
         };
         let mut moved = Vec::with_capacity(averages.len());
         for (average, mean) in averages.iter().zip(means) {
-            moved.push(((average * (1.0 - numbers.weight))? + (mean * numbers.weight)?)?);
+            moved.push(combine(
+                average,
+                1.0 - numbers.weight,
+                &mean,
+                numbers.weight,
+            )?);
         }
         let estimate = match moved.as_slice() {
             [rows, columns] => {
@@ -362,7 +372,7 @@ fn next_step(local: &LocalParam) -> f32 {
 }
 
 /// Writes this rank's part of the new values, and replaces the state by the new averages and step.
-/// `values` are the parameter's and those of each average.
+/// `values` has the new part of the parameter, and then that of each of its `averages`.
 fn write_parts(
     owned: &Owned,
     step: &mut GroupStep<'_>,
@@ -373,17 +383,7 @@ fn write_parts(
     let local = &mut step.locals[owned.local];
     let piece = local.handle.local_piece(owned.param)?;
     if let (Some(piece), Some(Some(value))) = (piece, values.first()) {
-        if piece.device().is_cpu() {
-            with_float!(piece.dtype(), T => {
-                let mut piece = HostSliceMut::<T>::write(&piece)?;
-                for (element, value) in piece.iter_mut().zip(value.to_vec1::<f64>()?) {
-                    *element = <T as WithDType>::from_f64(value);
-                }
-                piece.finish()?;
-            });
-        } else {
-            store(&piece, value)?;
-        }
+        store(&piece, value)?;
     }
     let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
@@ -408,7 +408,7 @@ fn write_parts(
 }
 
 /// Returns a tensor of state of this shape, in the dtype and on the device of a local parameter, in
-/// memory of its own: values that were received share theirs. Zeros if there is no value.
+/// memory of its own. Zeros if there is no value.
 fn state_tensor(value: Option<&Tensor>, shape: &[usize], local: &LocalParam) -> Result<Tensor> {
     let dtype = local.handle.dtype();
     let Some(value) = value else {
@@ -416,7 +416,8 @@ fn state_tensor(value: Option<&Tensor>, shape: &[usize], local: &LocalParam) -> 
     };
     let tensor = value.reshape(shape)?;
     Ok(if tensor.dtype() == dtype {
-        tensor.copy()?
+        // candle's `copy` would copy the whole storage, which values that were received share.
+        owned_copy(&tensor)?
     } else {
         tensor.to_dtype(dtype)?
     })

@@ -121,11 +121,16 @@ fn update_momentum(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> R
         return Ok(Tensor::from_vec(direction, numel, &Device::Cpu)?);
     }
     let grad = widen(grad)?;
-    let past = options.momentum;
-    let average = combine(&widen(momentum)?, past, &grad, 1.0 - past)?;
+    let momentum_factor = options.momentum;
+    let average = combine(
+        &widen(momentum)?,
+        momentum_factor,
+        &grad,
+        1.0 - momentum_factor,
+    )?;
     store(momentum, &average)?;
     let direction = if options.nesterov {
-        combine(&grad, 1.0 - past, &average, past)?
+        combine(&grad, 1.0 - momentum_factor, &average, momentum_factor)?
     } else {
         average
     };

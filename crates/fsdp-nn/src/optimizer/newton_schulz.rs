@@ -6,9 +6,11 @@ use half::bf16;
 
 use crate::algorithm::MuonOptions;
 
-/// Makes a matrix of `bf16` nearly orthogonal, by the iteration of Newton and Schulz, where it is.
-/// As in torch, each matrix on the way is rounded to `bf16`; products are summed in `f32`. On a GPU
-/// the host waits for nothing.
+/// Returns a matrix that is nearly orthogonal, computed from one of `bf16` by the iteration of
+/// Newton and Schulz, on the matrix's device.
+///
+/// As in torch, each intermediate matrix is rounded to `bf16`, and the sums in a product are `f32`.
+/// On a GPU the host waits for nothing.
 pub(super) fn orthogonalize(options: &MuonOptions, matrix: &Tensor) -> Result<Tensor> {
     let (a, b, c) = options.ns_coefficients;
     let (rows, columns) = matrix.dims2()?;
@@ -21,11 +23,13 @@ pub(super) fn orthogonalize(options: &MuonOptions, matrix: &Tensor) -> Result<Te
         matrix
     };
     // The iteration converges only from a matrix whose norm is at most 1.
-    x = round_tensor(&normalize(&x, options.eps)?)?;
+    x = normalize(&x, options.eps)?;
     let has_kernels = step::has_kernels(x.device(), DType::BF16)?;
-    if has_kernels {
-        x = x.to_dtype(DType::BF16)?;
-    }
+    x = if has_kernels {
+        x.to_dtype(DType::BF16)?
+    } else {
+        round_tensor(&x)?
+    };
     for _ in 0..options.ns_steps {
         x = if has_kernels {
             iterate_by_kernels((a, b, c), &x)?

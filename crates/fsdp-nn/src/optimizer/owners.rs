@@ -161,14 +161,17 @@ fn resolve_agreement<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Re
 /// `None` for no elements.
 pub(super) type Part = Option<Tensor>;
 
+/// The dtype and the device of all values that a step sends.
+pub(super) type Place<'a> = (DType, &'a Device);
+
 /// Returns the parameters that this rank owns, whole, from the parts of all ranks; `None` for the
-/// others. A parameter may be listed several times, with other values. All parts have the same
-/// dtype and device. Collective: one exchange, none without a group.
+/// others. A parameter may be listed several times, with other values. All parts have the
+/// dtype and the device of `place`. Collective: one exchange, none without a group.
 pub(super) fn gather_to_owners(
     group: Option<&ProcessGroup>,
     parameters: &[&Owned],
     parts: Vec<Part>,
-    place: (DType, &Device),
+    place: Place<'_>,
 ) -> Result<Vec<Part>> {
     let Some(group) = group else { return Ok(parts) };
     let mut send = vec![Vec::new(); group.world_size()];
@@ -181,10 +184,7 @@ pub(super) fn gather_to_owners(
             }
         }
     }
-    let mut received: Vec<_> = exchange(group, send, &receive, place)?
-        .into_iter()
-        .map(Vec::into_iter)
-        .collect();
+    let mut received = exchange(group, send, &receive, place)?;
     let mut whole_parameters = Vec::with_capacity(parameters.len());
     for parameter in parameters {
         if parameter.owner != group.rank() {
@@ -200,12 +200,12 @@ pub(super) fn gather_to_owners(
 
 /// Returns this rank's parts of all parameters, from their owners: views of memory that they share
 /// if there is a group. A parameter may be listed several times, with other values. All have the
-/// same dtype and device. Collective: one exchange, none without a group.
+/// dtype and the device of `place`. Collective: one exchange, none without a group.
 pub(super) fn scatter_from_owners(
     group: Option<&ProcessGroup>,
     parameters: &[&Owned],
     whole_parameters: Vec<Part>,
-    place: (DType, &Device),
+    place: Place<'_>,
 ) -> Result<Vec<Part>> {
     let Some(group) = group else {
         return Ok(whole_parameters);
@@ -224,25 +224,22 @@ pub(super) fn scatter_from_owners(
             }
         }
     }
-    let mut received: Vec<_> = exchange(group, send, &receive, place)?
-        .into_iter()
-        .map(Vec::into_iter)
-        .collect();
+    let mut received = exchange(group, send, &receive, place)?;
     let parts = parameters
         .iter()
         .map(|parameter| received[parameter.owner].next().flatten());
     Ok(parts.collect())
 }
 
-/// Sends the elements of tensors to each rank, and returns those of each rank, cut into the numbers
-/// of elements that are expected of it. They go from GPU to GPU if the group can do that, otherwise
-/// through the host. Collective: one exchange.
+/// Sends the tensors in `send[rank]` to each rank, and returns the tensors that each rank has sent
+/// to this one: `receive[rank]` has the numbers of their elements. The elements go from GPU to GPU
+/// if the group can do that, otherwise through the host. Collective: one exchange.
 fn exchange(
     group: &ProcessGroup,
     send: Vec<Vec<Tensor>>,
     receive: &[Vec<usize>],
-    (dtype, device): (DType, &Device),
-) -> Result<Vec<Vec<Part>>> {
+    (dtype, device): Place<'_>,
+) -> Result<Vec<std::vec::IntoIter<Part>>> {
     let send_counts: Vec<usize> = send
         .iter()
         .map(|tensors| tensors.iter().map(Tensor::elem_count).sum())
@@ -265,7 +262,7 @@ fn exchange(
             parts_of_rank.push(part.transpose()?);
             start += len;
         }
-        parts.push(parts_of_rank);
+        parts.push(parts_of_rank.into_iter());
     }
     Ok(parts)
 }

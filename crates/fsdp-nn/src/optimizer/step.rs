@@ -24,10 +24,11 @@ impl Optimizer {
     ///
     /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if
     /// parameters are sharded. There each parameter is gathered on one rank, which computes its
-    /// update and sends it back. Each such group takes two all-to-all exchanges over the shard
-    /// group, between GPUs directly if it can do that, and two agreements, for Adafactor four.
-    /// Large groups of Adafactor take that for each of several batches. The results are bit for bit
-    /// those of a single rank. These groups are updated after all others.
+    /// update and sends it back. Each such group of parameters takes two all-to-all exchanges over
+    /// the shard group, from GPU to GPU over NCCL, and two agreements with Muon, four with
+    /// Adafactor. Adafactor updates a large group in several batches, of which each takes two
+    /// exchanges and three agreements. The results are bit for bit those of a single rank. These
+    /// groups are updated after all others.
     ///
     /// Parameters that got no gradient are left as they are, without weight decay
     /// ([`ShardedParameters::has_gradient`](crate::ShardedParameters::has_gradient)).

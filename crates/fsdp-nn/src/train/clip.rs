@@ -118,7 +118,8 @@ impl ShardedParameters {
         let is_infinity = norm == GradNorm::Infinity;
         let (on_host, on_device) = self.gradients_by_place();
         let (device_part, scalars) = device::norm_part(&on_device, is_infinity, scalars)?;
-        // The norm of gradients whose reduction has failed says nothing.
+        // If a reduction has failed, its gradients are undefined, and so is the norm: return the
+        // error instead.
         self.synchronize()?;
         let mut host_part = 0f64;
         for grad in on_host {

@@ -431,7 +431,8 @@ impl ShardedParameters {
         // A sum of squares on the GPU is not finite if an element is not, and only that sum comes
         // to the host.
         let (squares, _) = device::norm_part(&on_device, false, &[])?;
-        // Gradients whose reduction has failed say nothing.
+        // If a reduction has failed, its gradients are undefined: return the error before they are
+        // used.
         self.synchronize()?;
         device::scale(&on_device, factor)?;
         Ok(self.unscale_host_gradients(factor)? && squares.is_finite())

@@ -54,8 +54,9 @@ pub(crate) struct FlatParamHandle {
     /// collective.
     pub(super) overlap: Option<Arc<Overlap>>,
     pub(super) shared: Arc<Shared>,
-    /// Memory that stays with the unit, as its parameters are only cast: that of each parameter
-    /// while it is released, and otherwise what a released one has.
+    /// One tensor for each parameter, whose memory [`Self::cast_to_kept`] casts the parameter into.
+    /// While the parameters are unsharded they have that memory, and these tensors are released in
+    /// their place. Unset for units that are not cast that way.
     kept: OnceLock<Vec<Tensor>>,
     state: Mutex<HandleState>,
 }
@@ -136,7 +137,8 @@ impl FlatParamHandle {
             )?)
         };
         let reduce_dtype = if unit.groups.is_empty() && device.is_cuda() {
-            // Gradients that stay on a GPU are not rounded to be sent.
+            // Gradients that stay on this GPU are never sent, so they are not rounded to a narrower
+            // dtype.
             dtype
         } else {
             unit.precision.reduce.unwrap_or(compute_dtype)

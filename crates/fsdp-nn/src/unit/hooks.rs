@@ -57,7 +57,8 @@ pub(crate) fn depends_on_trainable(tensor: &Tensor) -> bool {
 pub(crate) struct ParameterSlot {
     /// The unit, and the number of the parameter there; set once the unit is complete.
     place: OnceLock<(Weak<FlatParamHandle>, usize)>,
-    /// The parameter's tensor and its anchor.
+    /// The ids of the parameter's tensor and of its anchor, and the registration of the tensor in
+    /// `fsdp_ops::autograd`.
     tensors: OnceLock<([TensorId; 2], Registered)>,
 }
 
@@ -85,8 +86,8 @@ impl ParameterSlot {
         let mut leaves = lock_leaves();
         leaves.insert(ids[0], Some(Arc::downgrade(self)));
         leaves.insert(ids[1], None);
-        let slot: Arc<dyn Receiver> = self.clone();
-        let registered = Registered::new(parameter, anchor, Arc::downgrade(&slot));
+        let leaf = Arc::downgrade(self);
+        let registered = Registered::new(parameter, anchor, leaf);
         let tensors = self.tensors.set((ids, registered));
         tensors.expect("a parameter has one tensor");
     }
@@ -174,7 +175,8 @@ impl CustomOp1 for ParameterOp {
         parameter: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
-        // candle's own backward passes gradients to nobody else.
+        // If no backward of `fsdp_ops::autograd` comes to the parameter, candle's own does, and
+        // `grad` is its whole gradient.
         if !autograd::collect(parameter, grad)? {
             self.slot.receive(grad)?;
         }

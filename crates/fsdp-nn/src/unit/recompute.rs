@@ -3,11 +3,13 @@
 //!
 //! A [`recompute`]d part is one operation. Its backward runs the forward again, recording a graph
 //! this time, and then a backward of that graph inside the outer backward. Its inputs are the
-//! tensors that get gradients: those of the part, and the parameters that it uses.
+//! tensors that get gradients: the inputs of the part, and the parameters and variables that it
+//! uses.
 //!
-//! A part that uses parameters of sharded models is an operation of `fsdp_ops::autograd`. An
-//! operation of candle's has three inputs at most. So a part without such parameters depends on the
-//! tensors through a chain of [`Link`] nodes.
+//! If all of them belong to the graph of `fsdp_ops::autograd`, or are variables beside at least one
+//! that does, the part is an operation of that graph. Otherwise it is one of candle's graph.
+//! candle's operations have three inputs at most, so there the part depends on the tensors through
+//! a chain of [`Link`] nodes.
 
 use std::sync::{Arc, Mutex};
 
@@ -161,7 +163,7 @@ pub fn recompute(
         ));
     }
     // Inputs come first: candle's backward passes the links of step 4 from last to first, so that
-    // variables get their gradients before the layers in front of this part do.
+    // parameters and variables get their gradients before the layers in front of this part do.
     targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part {
@@ -335,11 +337,27 @@ fn recompute_mismatch_error() -> candle_core::Error {
     )
 }
 
-/// Returns the output of a part, which has not been taken yet.
-fn take_output(output: &Mutex<Option<Tensor>>) -> Result<Tensor> {
-    lock(output).take().ok_or_else(|| {
+/// Takes the output of a part, and returns a copy of its elements with their shape.
+///
+/// # Errors
+/// The output has been taken already, or cannot be copied.
+fn take_output(output: &Mutex<Option<Tensor>>) -> Result<(Storage, Shape)> {
+    let output = lock(output).take().ok_or_else(|| {
         candle_core::Error::Msg("the output of a recomputed part is taken twice".to_owned())
-    })
+    })?;
+    let (storage, layout) = output.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => {
+            let (copy, shape) = copy_contiguous(storage, layout)?;
+            Ok((Storage::Cpu(copy), shape))
+        }
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => {
+            let (copy, shape) = copy_contiguous(storage, layout)?;
+            Ok((Storage::Cuda(copy), shape))
+        }
+        _ => Err(recompute_mismatch_error()),
+    }
 }
 
 /// A part as an operation of `fsdp_ops::autograd`.
@@ -361,20 +379,7 @@ impl Recorded for RecordedPart {
     }
 
     fn forward(&self) -> Result<(Storage, Shape)> {
-        let output = take_output(&self.output)?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => {
-                let (copy, shape) = copy_contiguous(storage, layout)?;
-                Ok((Storage::Cpu(copy), shape))
-            }
-            #[cfg(feature = "cuda")]
-            Storage::Cuda(storage) => {
-                let (copy, shape) = copy_contiguous(storage, layout)?;
-                Ok((Storage::Cuda(copy), shape))
-            }
-            _ => Err(recompute_mismatch_error()),
-        }
+        take_output(&self.output)
     }
 
     fn backward(&self, output: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>> {
@@ -399,10 +404,8 @@ impl CustomOp1 for Node {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let output = take_output(&self.output)?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => copy_contiguous(storage, layout),
+        match take_output(&self.output)? {
+            (Storage::Cpu(output), shape) => Ok((output, shape)),
             _ => Err(recompute_mismatch_error()),
         }
     }
@@ -413,10 +416,8 @@ impl CustomOp1 for Node {
         _: &candle_core::CudaStorage,
         _: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let output = take_output(&self.output)?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cuda(storage) => copy_contiguous(storage, layout),
+        match take_output(&self.output)? {
+            (Storage::Cuda(output), shape) => Ok((output, shape)),
             _ => Err(recompute_mismatch_error()),
         }
     }

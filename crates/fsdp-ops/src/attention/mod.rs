@@ -251,9 +251,7 @@ fn keep(runner: &Runner, place: &OnceLock<Tensor>, log_sums: Output, count: usiz
 
 /// Returns what the forward has kept.
 fn kept(place: &OnceLock<Tensor>) -> &Tensor {
-    place
-        .get()
-        .expect("candle runs a backward of what it has run the forward of")
+    place.get().expect("the forward runs before the backward")
 }
 
 /// The attention of queries, keys and values in one tensor.

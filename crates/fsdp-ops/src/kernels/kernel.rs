@@ -112,8 +112,8 @@ impl Grid {
         Grid::blocks(rows, [threads, 1])
     }
 
-    /// Returns the shape for kernels over short vectors: as many threads have each of them as it
-    /// has packs, if there are not more of them than a warp has threads.
+    /// Returns the shape for kernels over short vectors: each has a thread for each of its packs,
+    /// rounded up to a power of two, and at most a warp.
     pub(crate) fn vectors(count: usize, width: usize, dtype: DType) -> Self {
         let threads = width.div_ceil(pack(dtype)).max(1).next_power_of_two();
         let threads = threads.min(WARP);
@@ -121,8 +121,8 @@ impl Grid {
         Grid::blocks(count.div_ceil(vectors), [threads, vectors])
     }
 
-    /// Returns the shape for kernels of which each block has a chunk of rows: as many threads as a
-    /// row has packs, up to a limit.
+    /// Returns the shape for kernels of which each block has a chunk of rows: a thread for each
+    /// pack of a row, in whole warps, up to a limit.
     pub(crate) fn chunks(count: usize, width: usize, dtype: DType) -> Self {
         let warps = width.div_ceil(pack(dtype) * WARP).max(1);
         Grid::blocks(count, [(warps * WARP).min(THREADS), 1])
@@ -144,6 +144,9 @@ impl Grid {
     }
 }
 
+/// The most blocks in the second dimension of a launch.
+pub(crate) const MOST_BLOCK_ROWS: usize = 65_535;
+
 /// Returns the number of elements in a pack.
 fn pack(dtype: DType) -> usize {
     PACK_BYTES / dtype.size_in_bytes()
@@ -157,6 +160,6 @@ fn tiles(width: usize, dtype: DType) -> usize {
 /// Returns the number of rows of partial sums that a kernel over columns writes: enough for many
 /// blocks, and each of several rows.
 pub(crate) fn columns_parts(rows: usize, width: usize, dtype: DType) -> usize {
-    let most = (1024 / tiles(width, dtype).max(1)).clamp(1, 65_535);
+    let most = (1024 / tiles(width, dtype).max(1)).clamp(1, MOST_BLOCK_ROWS);
     rows.div_ceil(32).clamp(1, most)
 }

@@ -5,6 +5,8 @@ use candle_core::CpuStorage;
 use candle_core::backend::BackendStorage as _;
 use candle_core::{CudaStorage, DType, Layout, Result, Storage};
 
+use crate::values::devices_error;
+
 /// A tensor in a device's memory, as kernels read it.
 #[derive(Debug, Clone)]
 pub(crate) struct Operand<'a> {
@@ -35,7 +37,7 @@ impl<'a> Operand<'a> {
             Storage::Cuda(storage) => Ok(Operand::on_cuda(storage, layout)),
             #[cfg(test)]
             Storage::Cpu(storage) => Ok(Operand::on_cpu(storage, layout)),
-            _ => candle_core::bail!("{operation}: a tensor on another device than the others"),
+            _ => devices_error(operation),
         }
     }
 

@@ -3,10 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use crate::kernels::pieces::contiguous_address;
-use crate::kernels::{Argument, Grid, Kernel, Module, Runner, columns_parts};
-
-/// The most rows of blocks of a launch.
-const MOST_ROWS: usize = 65_535;
+use crate::kernels::{Argument, Grid, Kernel, MOST_BLOCK_ROWS, Module, Runner, columns_parts};
 
 /// The numbers of one step of Adafactor.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,8 +24,8 @@ pub struct Factored {
 
 impl Factored {
     /// Returns a parameter and its averages after a step with a gradient. The averages are those of
-    /// the rows and those of the columns of a parameter of two or more dimensions, and those of the
-    /// elements of another one. All tensors are contiguous, of `f32`, and on a GPU that
+    /// the rows and of the columns, for a parameter of two or more dimensions; otherwise those of
+    /// the elements. All tensors are contiguous, of `f32`, and on a GPU that
     /// [`has_kernels`](super::has_kernels); they have elements.
     ///
     /// # Errors
@@ -81,8 +78,8 @@ struct Step<'a> {
     width: usize,
 }
 
-/// The arguments of kernels that are the averages of the rows, those of the columns, and the means
-/// of the rows of each matrix.
+/// Arguments of kernels: the averages of the rows, the averages of the columns, and for each matrix
+/// the mean of the averages of its rows. Without averages of rows, the first and the last are null.
 type Estimate = [Argument<'static>; 3];
 
 impl Step<'_> {
@@ -138,7 +135,7 @@ impl Step<'_> {
     /// Returns the averages of the columns after the step.
     fn columns(&self, before: &Tensor) -> Result<Tensor> {
         let columns = self.matrices * self.width;
-        // Several matrices are enough for all blocks.
+        // Several matrices have enough blocks without parts.
         let parts = match self.matrices {
             1 => columns_parts(self.height, self.width, DType::F32),
             _ => 1,
@@ -147,7 +144,7 @@ impl Step<'_> {
             .runner
             .allocate(DType::F32, self.matrices * parts * self.width)?;
         let mut grid = Grid::columns(self.height, self.width, DType::F32);
-        grid.blocks[1] = (self.matrices * parts).min(MOST_ROWS);
+        grid.blocks[1] = (self.matrices * parts).min(MOST_BLOCK_ROWS);
         let arguments = [
             self.grad,
             Argument::Write(&partials),
@@ -197,18 +194,15 @@ impl Step<'_> {
         let numel = row_count * self.width;
         // The squares of the parameter and of the directions, of each row.
         let partials = self.runner.allocate(DType::F64, 2 * row_count)?;
+        let values = [address(param, numel)?, self.grad, rows, columns, means];
         let arguments = [
-            address(param, numel)?,
-            self.grad,
-            rows,
-            columns,
-            means,
             Argument::Write(&partials),
             Argument::Long(row_count),
             Argument::Long(self.height),
             Argument::Int(self.width),
             Argument::Double(eps),
         ];
+        let arguments = [&values[..], &arguments].concat();
         self.launch("factored_measure", self.grid_of_rows(), &arguments)?;
         let factor = self.runner.allocate(DType::F32, 1)?;
         let arguments = [
@@ -222,13 +216,9 @@ impl Step<'_> {
         ];
         self.launch("factored_finish", Grid::blocks(1, [256, 1]), &arguments)?;
         let stepped = self.like(param)?;
+        let factor = factor.operand()?;
         let arguments = [
-            address(param, numel)?,
-            self.grad,
-            rows,
-            columns,
-            means,
-            Argument::Read(&factor.operand()?),
+            Argument::Read(&factor),
             address(&stepped, numel)?,
             Argument::Long(row_count),
             Argument::Long(self.height),
@@ -236,6 +226,7 @@ impl Step<'_> {
             Argument::Double(eps),
             Argument::Double(keep),
         ];
+        let arguments = [&values[..], &arguments].concat();
         self.launch("factored_apply", self.grid_of_rows(), &arguments)?;
         Ok(stepped)
     }

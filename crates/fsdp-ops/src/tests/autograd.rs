@@ -12,7 +12,7 @@ use crate::autograd::{self, Hook, Receiver, Registered};
 use crate::{add, cross_entropy, embedding, gelu_erf, layer_norm, linear, linear_gelu_erf};
 
 /// The gradients that parameters have received, by their numbers.
-pub(super) type Received = Arc<Mutex<Vec<(usize, Tensor)>>>;
+type Received = Arc<Mutex<Vec<(usize, Tensor)>>>;
 
 /// A parameter that notes its gradients.
 struct Noted {
@@ -57,7 +57,7 @@ impl CustomOp1 for Values {
 /// Parameters that are registered as long as this lives.
 pub(super) struct Parameters {
     pub(super) tensors: Vec<Tensor>,
-    pub(super) received: Received,
+    received: Received,
     _registered: Vec<(Arc<Noted>, Registered)>,
 }
 
@@ -208,7 +208,7 @@ fn a_second_backward_of_a_loss_has_the_same_gradients() {
     assert_eq!(first, second);
 }
 
-/// The gradients of three layers, one after the other.
+/// Returns the outputs of three layers, each computed from the one before.
 fn three_layers(parameters: &[Tensor]) -> Result<[Tensor; 3]> {
     let first = linear(&values(&[2, 3], 5), &parameters[0], None)?;
     let second = linear(&first, &parameters[1], None)?;

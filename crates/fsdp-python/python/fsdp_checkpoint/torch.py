@@ -171,7 +171,7 @@ def _host_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def _source_of(tensor: torch.Tensor) -> np.ndarray[Any, Any] | _Pieces:
-    """Return the bytes of a tensor on the host, or what reads them from a GPU."""
+    """Return the bytes of a tensor, copied to the host if need be, or an object that reads them from its GPU in pieces."""
     # What is not contiguous is made so on the host, where there is more memory.
     if tensor.is_cuda and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return _Pieces(tensor)

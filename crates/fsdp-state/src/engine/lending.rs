@@ -11,8 +11,8 @@ use crate::lend::{GPU_WINDOW_BYTES, Lend, Memory, WINDOW_BYTES};
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly,
 /// the source gets temporary memory, and the values are copied afterwards. That is so if
-/// the memory is on a GPU, has another dtype, or shares elements with memory that was lent before,
-/// and in a staged load.
+/// the memory is on a GPU and the values come from the host, if it has another dtype, or shares
+/// elements with memory that was lent before, and in a staged load.
 pub(super) struct Lending<'a, T> {
     target: &'a mut T,
     wanted: &'a [Wanted],
@@ -29,14 +29,14 @@ pub(super) struct Lending<'a, T> {
     staged: Vec<(Memory, ShardedTensor)>,
 }
 
-/// The use that a source makes of memory.
+/// The use that a source makes of memory that it asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Use {
-    /// It puts values of the host there.
+    /// It fills it with values that are on the host.
     FillOnHost,
-    /// It may have a copy to put there.
+    /// It fills it on the host, or puts a copy of its own value in its place.
     Replace,
-    /// It puts values of a GPU there.
+    /// It fills it with values that are on a GPU.
     FillOnGpu,
 }
 
@@ -113,15 +113,14 @@ impl<'a, T: Target> Lending<'a, T> {
                 earlier => is_shared = earlier.is_some(),
             }
         }
-        let is_kept_back = self.is_kept_back(wanted_index);
-        if purpose == Use::FillOnGpu && dtype == target_dtype && !is_shared && !is_kept_back {
+        let by_temporary = is_shared || self.is_kept_back(wanted_index);
+        if purpose == Use::FillOnGpu && dtype == target_dtype && !by_temporary {
+            if let Some(live) = memory.on_gpu(dtype)? {
+                return Ok(Some(live));
+            }
             let device = self.target.device(&self.wanted[wanted_index]);
-            let on_gpu = match memory.on_gpu(dtype)? {
-                Some(live) => Some(live),
-                None => memory.fresh_on_gpu(dtype, &device)?,
-            };
-            if on_gpu.is_some() {
-                return Ok(on_gpu);
+            if let Some(fresh) = memory.fresh_on_gpu(dtype, &device)? {
+                return Ok(Some(fresh));
             }
         }
         // A conversion writes to the target's memory from temporary memory, so it must be there.
@@ -129,14 +128,13 @@ impl<'a, T: Target> Lending<'a, T> {
             memory = memory.allocate()?;
         }
         if purpose != Use::Replace
-            && !is_shared
-            && !is_kept_back
+            && !by_temporary
             && let Some(uploads) = memory.uploads(dtype)?
         {
             self.replaced_memory.insert(wanted_index, memory);
             return Ok(Some(uploads));
         }
-        let Some(temporary) = memory.temporary(dtype, is_shared || is_kept_back)? else {
+        let Some(temporary) = memory.temporary(dtype, by_temporary)? else {
             return Ok(Some(memory));
         };
         self.replaced_memory.insert(wanted_index, memory);

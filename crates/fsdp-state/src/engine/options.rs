@@ -43,8 +43,8 @@ pub struct LoadOptions {
     /// over a network.
     pub read_once: Option<bool>,
     /// Threads that read files, on each rank. `None` (the default) takes one for each core, up to
-    /// four. Ranks of one host share its cores, and each has one thread more than its share. An
-    /// object store is read by four times as many threads, by default by sixteen.
+    /// sixteen. Ranks of one host share its cores, and each has one thread more than its share. An
+    /// object store is read by four times as many threads as this says, by default by sixteen.
     pub threads: Option<usize>,
     /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because
     /// storage may be slow, and the process group's own deadline otherwise. A time that is less

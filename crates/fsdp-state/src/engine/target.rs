@@ -42,8 +42,8 @@ pub trait Target {
     /// An error of this rank only.
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
 
-    /// Returns the device of a wanted tensor in the end, if its memory is fresh. The default is the
-    /// CPU.
+    /// Returns the device on which a wanted tensor ends up, if [`Self::memory`] returns fresh
+    /// memory for it. The default is the CPU.
     fn device(&self, wanted: &Wanted) -> Device {
         let _ = wanted;
         Device::Cpu

@@ -154,6 +154,11 @@ impl<'g> Exchange<'g> {
         exchange.failure.map_or(Ok(()), Err)
     }
 
+    /// Returns `true` if elements that take this route move in GPU memory.
+    fn moves_on_gpu(&self, route: &Route) -> bool {
+        self.gpu.is_some() && *route != Route::Local
+    }
+
     /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory
     /// back. `first_position` is the position of its first tensor among all that move.
     fn run_bucket(
@@ -164,7 +169,7 @@ impl<'g> Exchange<'g> {
         lender: &mut dyn Lend,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let has_gpu = self.gpu.is_some();
+        let is_on_gpu = self.moves_on_gpu(route);
         // Borrow memory for the whole bucket. After a failure nothing more is borrowed.
         let mut memories: Vec<Option<Memory>> = Vec::with_capacity(bucket.len());
         for (index, item) in bucket.iter().enumerate() {
@@ -174,7 +179,7 @@ impl<'g> Exchange<'g> {
             }
             let lent = self.attempt(|| match route {
                 Route::Local => lender.lend_unfilled(first_position + index),
-                _ if has_gpu => lender.lend_on_gpu(first_position + index),
+                _ if is_on_gpu => lender.lend_on_gpu(first_position + index),
                 _ => lender.lend(first_position + index),
             });
             memories.push(lent.flatten());
@@ -197,7 +202,7 @@ impl<'g> Exchange<'g> {
         memories: &mut [Option<Memory>],
         route: &Route,
     ) -> Result<(), CommError> {
-        let is_on_gpu = self.gpu.is_some() && *route != Route::Local;
+        let is_on_gpu = self.moves_on_gpu(route);
         // Step 1: read the boxes that this rank has. A GPU sends them from where they are.
         let mut sources = Vec::with_capacity(items.len());
         for item in items {
@@ -457,13 +462,7 @@ impl<'g> Exchange<'g> {
         let group = self.group;
         let rank = group.rank();
         let rank_count = group.world_size();
-        let mut wanted_bytes = vec![0; rank_count];
-        for (receiver, bytes) in wanted_bytes.iter_mut().enumerate() {
-            *bytes = transfers
-                .iter()
-                .map(|transfer| transfer.layout.bytes_wanted(receiver))
-                .sum();
-        }
+        let mut wanted_bytes = wanted_bytes(transfers, rank_count);
         // The root copies its own values and does not send them.
         wanted_bytes[root] = 0;
         for receivers in rounds_of_receivers(&wanted_bytes) {
@@ -717,8 +716,17 @@ fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<V
     Some(parts)
 }
 
-/// Returns the ranks of each round in which one rank sends others what they want. All that a round
-/// sends fits into a bucket, unless one rank wants more.
+/// Returns the number of bytes that each rank wants.
+pub(super) fn wanted_bytes(transfers: &[Transfer<'_>], rank_count: usize) -> Vec<usize> {
+    let wanted_on = |receiver| {
+        let layouts = transfers.iter().map(|transfer| transfer.layout);
+        layouts.map(|layout| layout.bytes_wanted(receiver)).sum()
+    };
+    (0..rank_count).map(wanted_on).collect()
+}
+
+/// Groups receivers into rounds, for one rank that sends each of them what it wants. All that a
+/// round sends fits into a bucket, unless a single receiver wants more.
 pub(super) fn rounds_of_receivers(wanted_bytes: &[usize]) -> Vec<Range<usize>> {
     let mut rounds = Vec::new();
     let mut start = 0;

@@ -2,25 +2,25 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
 use fsdp_comm::device::{DeviceGroup, DeviceSlice, DeviceSliceMut};
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_flat::FlatError;
-use fsdp_flat::storage::{BufferCopy, GpuBuffer};
+use fsdp_flat::storage::GpuBuffer;
 
 use super::packing::Outgoing;
 use crate::error::StateError;
 
-/// The memory of what the collectives of a rank's GPU move: a window at a time.
+/// A rank's GPU memory for one window of what the collectives move: what the rank sends, and what
+/// arrives.
 #[derive(Debug)]
 pub(super) struct Gpu {
     pub(super) outgoing: GpuBuffer,
-    arriving: GpuBuffer,
+    pub(super) arriving: GpuBuffer,
 }
 
 impl Gpu {
-    /// Returns the memory of a rank of this group; `None` on all ranks if the group moves host
-    /// memory only.
+    /// Returns buffers, without memory yet, for this rank of the group; `None` on all ranks if the
+    /// group moves host memory only.
     ///
     /// # Errors
     /// CUDA's.
@@ -76,7 +76,8 @@ impl Gpu {
         Ok(pending.wait()?)
     }
 
-    /// Sends the outgoing bytes of the root to all ranks, where they arrive.
+    /// Sends the outgoing bytes of the root to all ranks. On every rank, also on the root, they are
+    /// then those that have arrived.
     ///
     /// # Errors
     /// The same on every rank.
@@ -86,6 +87,8 @@ impl Gpu {
         bytes: usize,
         root: usize,
     ) -> Result<(), GpuError> {
+        // The collective is done in place, so the buffer that the root has packed becomes the
+        // arriving one.
         std::mem::swap(&mut self.outgoing, &mut self.arriving);
         self.arriving.reserve(bytes)?;
         let stream = self.outgoing.stream();
@@ -94,8 +97,9 @@ impl Gpu {
         Ok(pending.wait()?)
     }
 
-    /// Copies ranges of what has arrived, one after the other, to memory of the host: slice after
-    /// slice, which have as many bytes.
+    /// Copies ranges of what has arrived, one after the other, into slices of host memory, one
+    /// after the other. The slices have as many bytes as the ranges, but need not be cut where
+    /// these are.
     ///
     /// # Errors
     /// CUDA's.
@@ -123,18 +127,6 @@ impl Gpu {
             })?;
         }
         Ok(())
-    }
-
-    /// Copies parts of what has arrived into a contiguous tensor on the GPU.
-    ///
-    /// # Errors
-    /// A tensor that was released; CUDA's.
-    pub(super) fn copy_to_tensor(
-        &self,
-        copies: &[BufferCopy],
-        tensor: &Tensor,
-    ) -> Result<(), FlatError> {
-        self.arriving.copy_to_tensor(copies, tensor)
     }
 }
 

@@ -5,22 +5,22 @@ use std::ops::Range;
 
 use fsdp_comm::CommError;
 use fsdp_comm::device::DeviceGroup;
+use fsdp_flat::LocalShard;
 use fsdp_flat::storage::{BufferCopy, HostBytesMut, zeroed_vec};
-use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
 use super::exchange::{
     BUCKET_BYTES, Exchange, MAX_RUNS, Transfer, bytes_from_ranks, pieces_in_sender_order,
-    rounds_of_receivers,
+    rounds_of_receivers, wanted_bytes,
 };
 use super::gpu::{Gpu, GpuError};
 use super::packing::copy_elements;
 use super::route::{Piece, Route};
 use crate::error::StateError;
 
-/// The number of bytes that are copied to the host and back in about the time that the call for one
-/// run takes.
+/// The number of bytes that are copied to the host and back in about the time of one call, which
+/// the copy of a run on the GPU takes.
 const RUN_BYTES: usize = 16 << 10;
 
 /// The pieces that a round of an exchange moves.
@@ -55,13 +55,19 @@ impl<'g> Exchange<'g> {
         match route {
             // Nothing moves on this route.
             Route::Local => Ok(()),
-            Route::Broadcast { root } => self.broadcast_on_gpu(gpu, transfers, *root),
+            Route::Broadcast { root } => {
+                let pieces = pieces_of_whole(transfers);
+                let sent: Vec<_> = pieces
+                    .into_iter()
+                    .filter(|(_, piece)| piece.source == *root)
+                    .collect();
+                self.broadcast_on_gpu(gpu, transfers, *root, &sent)
+            }
             Route::Gather { roots } => roots.iter().try_for_each(|&root| {
                 self.exchange_on_gpu(gpu, transfers, root..root + 1, Pieces::Wanted)
             }),
             Route::AllGather => {
-                let pieces =
-                    pieces_in_sender_order(transfers, |transfer| transfer.layout.pieces_of_whole());
+                let pieces = pieces_of_whole(transfers);
                 let held_bytes = bytes_from_ranks(transfers, &pieces, rank_count);
                 // In one call a rank has its part in memory once for each rank.
                 let largest = held_bytes
@@ -71,27 +77,23 @@ impl<'g> Exchange<'g> {
                 if largest <= BUCKET_BYTES {
                     return self.exchange_on_gpu(gpu, transfers, 0..rank_count, Pieces::Whole);
                 }
-                (0..rank_count)
-                    .filter(|&root| held_bytes[root] > 0)
-                    .try_for_each(|root| self.broadcast_on_gpu(gpu, transfers, root))
-            }
-            Route::Scatter { .. } => {
-                let wanted_on = |receiver| {
-                    let layouts = transfers.iter().map(|transfer| transfer.layout);
-                    layouts.map(|layout| layout.bytes_wanted(receiver)).sum()
-                };
-                let wanted_bytes: Vec<usize> = (0..rank_count).map(wanted_on).collect();
-                rounds_of_receivers(&wanted_bytes)
-                    .into_iter()
-                    .try_for_each(|receivers| {
-                        self.exchange_on_gpu(gpu, transfers, receivers, Pieces::Wanted)
+                pieces
+                    .chunk_by(|(_, first), (_, second)| first.source == second.source)
+                    .filter(|sent| held_bytes[sent[0].1.source] > 0)
+                    .try_for_each(|sent| {
+                        self.broadcast_on_gpu(gpu, transfers, sent[0].1.source, sent)
                     })
             }
+            Route::Scatter { .. } => rounds_of_receivers(&wanted_bytes(transfers, rank_count))
+                .into_iter()
+                .try_for_each(|receivers| {
+                    self.exchange_on_gpu(gpu, transfers, receivers, Pieces::Wanted)
+                }),
             Route::AllToAll => self.exchange_on_gpu(gpu, transfers, 0..rank_count, Pieces::Wanted),
         }
     }
 
-    /// Sends pieces to some of the ranks.
+    /// Sends the `receivers` their pieces, by one all-to-all in which all ranks take part.
     fn exchange_on_gpu(
         &mut self,
         gpu: &mut Gpu,
@@ -139,17 +141,15 @@ impl<'g> Exchange<'g> {
         self.unpack_from_gpu(gpu, transfers, &arriving)
     }
 
-    /// Sends what the root has of whole tensors to all ranks.
+    /// Sends pieces of the root to all ranks: its parts of whole tensors.
     fn broadcast_on_gpu(
         &mut self,
         gpu: &mut Gpu,
         transfers: &mut [Transfer<'_>],
         root: usize,
+        pieces: &[(usize, Piece)],
     ) -> Result<(), CommError> {
-        let mut pieces =
-            pieces_in_sender_order(transfers, |transfer| transfer.layout.pieces_of_whole());
-        pieces.retain(|(_, piece)| piece.source == root);
-        let bytes = bytes_from_ranks(transfers, &pieces, self.group.world_size());
+        let bytes = bytes_from_ranks(transfers, pieces, self.group.world_size());
         if self.group.rank() == root {
             let outgoing: Vec<_> = pieces
                 .iter()
@@ -159,7 +159,7 @@ impl<'g> Exchange<'g> {
         }
         let moved = gpu.broadcast(self.device_group(), bytes[root], root);
         self.end_on_all(moved)?;
-        self.unpack_from_gpu(gpu, transfers, &pieces)
+        self.unpack_from_gpu(gpu, transfers, pieces)
     }
 
     /// Returns the collectives of the group on GPU memory.
@@ -169,7 +169,8 @@ impl<'g> Exchange<'g> {
     }
 
     /// Puts boxes of tensors, each with the index of its tensor, into the outgoing bytes, one
-    /// after the other, and all of them so many times. Of what cannot be read, zeros are sent.
+    /// after the other, and then all of them again until they are there `copies` times. Of what
+    /// cannot be read, zeros are sent.
     fn pack_on_gpu(
         &mut self,
         gpu: &mut Gpu,
@@ -182,7 +183,7 @@ impl<'g> Exchange<'g> {
             .map(|(index, bounds)| transfers[*index].bytes_of(bounds));
         let bytes: usize = sizes.sum();
         let reserved = gpu.outgoing.reserve(bytes * copies);
-        self.end_on_all(reserved.map_err(GpuError::from))?;
+        self.end_on_all(reserved)?;
         let mut offset = 0;
         for (index, bounds) in boxes {
             let outgoing = transfers[*index].outgoing(bounds);
@@ -191,12 +192,12 @@ impl<'g> Exchange<'g> {
             if packed.is_err() {
                 self.record_error(packed);
                 let zeroed = gpu.outgoing.put_zeros(range.clone());
-                self.end_on_all(zeroed.map_err(GpuError::from))?;
+                self.end_on_all(zeroed)?;
             }
             offset = range.end;
         }
-        let repeated = gpu.outgoing.repeat(bytes, copies);
-        self.end_on_all(repeated.map_err(GpuError::from))
+        let repeated = gpu.outgoing.repeat_first_bytes(bytes, copies);
+        self.end_on_all(repeated)
     }
 
     /// Copies pieces that have arrived, one after the other, to where they belong: on the GPU or on
@@ -245,12 +246,17 @@ impl<'g> Exchange<'g> {
 
     /// Returns the error of a step, and ends the operation on all ranks if it is only this
     /// rank's: the others would wait for it in the next collective.
-    fn end_on_all(&self, outcome: Result<(), GpuError>) -> Result<(), CommError> {
-        outcome.map_err(|error| match error {
+    fn end_on_all(&self, outcome: Result<(), impl Into<GpuError>>) -> Result<(), CommError> {
+        outcome.map_err(|error| match error.into() {
             GpuError::Comm(error) => error,
             GpuError::Own(error) => self.abort(&error),
         })
     }
+}
+
+/// Returns the pieces of whole tensors that ranks have, in the order of the ranks.
+fn pieces_of_whole(transfers: &[Transfer<'_>]) -> Vec<(usize, Piece)> {
+    pieces_in_sender_order(transfers, |transfer| transfer.layout.pieces_of_whole())
 }
 
 /// Copies pieces that have arrived, each with its place there, into the tensor of a wanted box,
@@ -266,8 +272,8 @@ fn put_on_gpu(
 ) -> Result<(), StateError> {
     let element_bytes = transfer.layout.element_bytes;
     let wanted_box = &transfer.slot_boxes[target];
-    let shards = transfer.gpu_tensor.iter().flat_map(ShardedTensor::shards);
-    let Some(shard) = shards.clone().nth(target) else {
+    let tensor = transfer.gpu_tensor.as_ref();
+    let Some(shard) = tensor.and_then(|tensor| tensor.shards().get(target)) else {
         return Ok(());
     };
     let runs_of = |piece: &Piece| copy_runs(&piece.bounds, &piece.bounds, wanted_box);
@@ -284,11 +290,11 @@ fn put_on_gpu(
             len: run.len * element_bytes,
         }));
     }
-    Ok(gpu.copy_to_tensor(&copies, &shard.tensor)?)
+    Ok(gpu.arriving.copy_to_tensor(&copies, &shard.tensor)?)
 }
 
-/// Does the same as [`put_on_gpu`] by a copy of the tensor on the host. It is for pieces that
-/// consist of so many runs that the GPU would spend more time on the calls.
+/// Does the same as [`put_on_gpu`], but fills a copy of the tensor on the host. It is for pieces of
+/// so many runs that the calls would take longer than copying the tensor to the host and back.
 ///
 /// # Errors
 /// The same as [`put_on_gpu`].

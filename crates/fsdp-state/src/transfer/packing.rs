@@ -13,7 +13,7 @@ use crate::error::StateError;
 use crate::memory::try_reserve;
 use crate::state_dict::StateValue;
 
-/// A box and its elements: in host memory, or where they are.
+/// A box and its elements: in host memory, or on their own device.
 #[derive(Debug)]
 pub(crate) struct BoxBytes {
     bounds: TensorBox,

@@ -103,8 +103,9 @@ use crate::threads::default_threads;
 /// The options of a rank that writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each
-    /// core, up to four; in a save of several ranks, those of one host share its cores.
+    /// Threads that hash and write. Each needs about 1 MiB, and 8 MiB more for state on a GPU.
+    /// `None` (the default) takes one for each core, up to four; a save of a process group takes
+    /// each rank's share of its host's cores, up to sixteen, and four for an object store.
     pub threads: Option<usize>,
     /// `true` (the default) if the digests of what is written are recorded.
     pub digests: bool,

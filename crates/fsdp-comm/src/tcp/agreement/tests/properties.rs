@@ -86,11 +86,11 @@ fn the_news_of_an_end_takes_few_messages_of_each_rank() {
     }
 }
 
-#[test]
-fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_it() {
-    for ranks in [33, 50, 1024] {
-        // All but rank 12 come much later.
-        let others = (0..ranks).filter(|rank| ![1, 12].contains(rank));
+/// Checks in groups of these sizes that a rank that waits alone names rank 1, which dies. All
+/// others come much later.
+fn assert_named_by_a_rank_that_waits_alone(waiting: usize, sizes: &[usize]) {
+    for &ranks in sizes {
+        let others = (0..ranks).filter(|rank| ![1, waiting].contains(rank));
         let mut faults: Vec<_> = others
             .map(|rank| (rank, RankFault::Late(1, TIMEOUT / 2)))
             .collect();
@@ -98,10 +98,15 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_
         let world = World::new(ranks, 3, 5, &faults).run();
         world.assert_failed_at_once();
         assert!(matches!(
-            world.ranks[12].error,
+            world.ranks[waiting].error,
             Some((_, CommError::RankLeft { rank: 1, .. }))
         ));
     }
+}
+
+#[test]
+fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_it() {
+    assert_named_by_a_rank_that_waits_alone(12, &[33, 50, 1024]);
 }
 
 #[test]
@@ -180,20 +185,7 @@ fn ranks_that_die_before_a_round_are_named_at_once() {
 
 #[test]
 fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
-    for ranks in [3, 8, 33, 50, 1024] {
-        // All but rank 2 come much later.
-        let others = (0..ranks).filter(|rank| ![1, 2].contains(rank));
-        let mut faults: Vec<_> = others
-            .map(|rank| (rank, RankFault::Late(1, TIMEOUT / 2)))
-            .collect();
-        faults.push((1, RankFault::DiesBefore(1)));
-        let world = World::new(ranks, 3, 5, &faults).run();
-        world.assert_failed_at_once();
-        assert!(matches!(
-            world.ranks[2].error,
-            Some((_, CommError::RankLeft { rank: 1, .. }))
-        ));
-    }
+    assert_named_by_a_rank_that_waits_alone(2, &[3, 8, 33, 50, 1024]);
 }
 
 #[test]
