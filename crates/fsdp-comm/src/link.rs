@@ -11,7 +11,8 @@ use crate::error::CommError;
 use crate::sync::lock;
 
 /// A simulated network link: bytes from other ranks arrive as late as over a link of this speed.
-/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks).
+/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks) and
+/// [`TcpOptions::link`](crate::TcpOptions).
 ///
 /// ```
 /// use std::time::{Duration, Instant};

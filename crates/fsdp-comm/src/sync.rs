@@ -1,13 +1,25 @@
 //! Locks that go on after a panic (what they protect is consistent at every moment at which a
 //! thread may panic), and waits for other threads.
 
+use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The number of times that a thread lets others run before it sleeps. So many turns take about as
 /// long as falling asleep and being woken.
 const YIELDS: usize = 20;
+
+/// How late a thread may get its core back: from others that pass messages, or compute little.
+const LATE: Duration = Duration::from_millis(2);
+
+/// The number of waits after a late one in which a thread sleeps at once.
+const SKIPPED_WAITS: u32 = 500;
+
+thread_local! {
+    /// The number of waits in which this thread still sleeps at once.
+    static WAITS_TO_SKIP: Cell<u32> = const { Cell::new(0) };
+}
 
 /// Locks a mutex, also if a thread has panicked while it held the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -33,12 +45,26 @@ pub(crate) fn wait_timeout<'g, T>(
 ///
 /// Ranks often make a change within microseconds of each other. While a thread sleeps its core may
 /// be idle, and waking an idle core takes longer than the change.
+///
+/// If a thread that computes gets the core, it keeps it for milliseconds. A thread that sleeps can
+/// interrupt it, but not one that lets it run. So a thread that has got its core back late sleeps
+/// at once in its next waits.
 pub(crate) fn ready_within_yields(is_ready: impl Fn() -> bool) -> bool {
+    let waits_to_skip = WAITS_TO_SKIP.get();
+    if waits_to_skip > 0 {
+        WAITS_TO_SKIP.set(waits_to_skip - 1);
+        return is_ready();
+    }
     for _ in 0..YIELDS {
         if is_ready() {
             return true;
         }
+        let begun = Instant::now();
         thread::yield_now();
+        if begun.elapsed() > LATE {
+            WAITS_TO_SKIP.set(SKIPPED_WAITS);
+            break;
+        }
     }
     is_ready()
 }

@@ -1,29 +1,48 @@
 //! Measures what collectives beside the computation save: steps on two ranks behind a simulated
 //! link on which communication takes half as long as the computation.
 //!
-//! `RAYON_NUM_THREADS=1 cargo run --release -p fsdp-nn --example prefetch`: each rank computes on
-//! one core.
+//! `cargo run --release -p fsdp-nn --example prefetch`: the ranks are processes, each on a core of
+//! its own. (Ranks that are threads would wait for each other in candle's operations, of which a
+//! process runs one at a time.)
 //!
 //! With the feature `nccl`, and started by a launcher, ranks are on GPUs: `fsdp launch --nproc 2 --
 //! prefetch`. Their link is that of the machine. `prefetch WIDTH ROWS` chooses the size of a unit
 //! and of the input.
 #![expect(clippy::print_stdout, reason = "an example that reports to a person")]
 
+use std::error::Error;
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::{Linear, linear_no_bias};
-use fsdp_comm::{LocalRanks, ProcessGroup, SimulatedLink};
+use fsdp_comm::{Environment, ProcessGroup, SimulatedLink, TcpOptions};
 use fsdp_nn::{
     BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit,
 };
+use rustix::thread::{CpuSet, sched_setaffinity};
 
-const UNITS: usize = 10;
+const UNITS: usize = 12;
 const RANKS: usize = 2;
+/// The variable that tells the process of a rank its link: the latency in nanoseconds and the bytes
+/// a second, or nothing for none.
+const LINK: &str = "PREFETCH_LINK";
 /// How often each step is timed, after two steps that do not count.
 const ROUNDS: usize = 7;
 
-type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
+type Model = FullyShardedDataParallel<Vec<Unit<Layer>>>;
+
+/// A matrix product and GELU, in one operation.
+struct Layer {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Module for Layer {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        fsdp_ops::linear_gelu_erf(x, &self.weight, &self.bias)
+    }
+}
 
 /// The size of the model.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +63,7 @@ impl Size {
         };
         Ok(Size {
             width: next(512)?,
-            rows: next(1024)?,
+            rows: next(4096)?,
         })
     }
 }
@@ -53,9 +72,12 @@ fn model(group: &ProcessGroup, width: usize, config: FsdpConfig) -> Result<Model
     FullyShardedDataParallel::new(group.clone(), config, |scope| {
         (0..UNITS)
             .map(|index| {
-                scope
-                    .pp(index)
-                    .unit(|scope| linear_no_bias(width, width, scope.vb()))
+                scope.pp(index).unit(|scope| {
+                    Ok(Layer {
+                        weight: scope.vb().get((width, width), "weight")?,
+                        bias: scope.vb().get(width, "bias")?,
+                    })
+                })
             })
             .collect()
     })
@@ -69,7 +91,7 @@ fn step(model: &Model, input: &Tensor) -> Result<Duration, NnError> {
     let loss = model.forward(|layers| {
         layers
             .iter()
-            .try_fold(input.clone(), |x, layer| layer.forward(&x)?.relu())?
+            .try_fold(input.clone(), |x, layer| layer.forward(&x))?
             .sqr()?
             .mean_all()
     })?;
@@ -111,21 +133,6 @@ fn median_steps(
     Ok(taken.into_iter().map(|taken| taken[ROUNDS / 2]).collect())
 }
 
-/// Returns what [`median_steps`] does on ranks that are threads.
-fn measure(
-    link: Option<SimulatedLink>,
-    size: Size,
-    configs: &[(FsdpConfig, bool)],
-) -> Result<Vec<Duration>, NnError> {
-    let ranks = LocalRanks {
-        world_size: RANKS,
-        link,
-        ..LocalRanks::default()
-    };
-    let outcomes = ranks.run(|group| median_steps(&group, size, configs))?;
-    outcomes.into_iter().next().unwrap_or(Ok(Vec::new()))
-}
-
 /// The names of [`configs`].
 const NAMES: [&str; 4] = [
     "computation alone",
@@ -161,28 +168,92 @@ fn report(taken: &[Duration]) {
     }
 }
 
-/// Measures on ranks that are threads.
-fn on_cpus(size: Size) -> Result<(), NnError> {
+/// Measures on ranks that are processes.
+fn on_cpus(size: Size) -> Result<(), Box<dyn Error>> {
     let Size { width, rows } = size;
-    let configs = configs(&Device::Cpu);
-    let computation = measure(None, size, &configs[..1])?[0];
+    let computation = Duration::from_nanos(run_ranks(size, "")?.trim().parse()?);
     // Each step gathers all units twice and reduces them once. A rank gets the other's half each
     // time.
     let (collectives, bytes) = (3 * UNITS, 3 * UNITS * width * width * 4 / RANKS);
     let latency = Duration::from_micros(100);
     let transfer = computation.as_secs_f64() / 2.0 - (latency * collectives as u32).as_secs_f64();
-    let link = SimulatedLink {
-        latency,
-        bytes_per_second: (bytes as f64 / transfer) as u64,
-    };
+    let bytes_per_second = bytes as f64 / transfer;
     println!(
         "{UNITS} units of {width} x {width}, {rows} rows, {RANKS} ranks; the computation takes {computation:.1?} a step"
     );
     println!(
         "a link of {:.1} MB/s: communication takes half of that",
-        link.bytes_per_second as f64 / 1e6
+        bytes_per_second / 1e6
     );
-    report(&measure(Some(link), size, &configs)?);
+    let link = format!("{} {}", latency.as_nanos(), bytes_per_second as u64);
+    print!("{}", run_ranks(size, &link)?);
+    Ok(())
+}
+
+/// Runs this program once for each rank, and returns what rank 0 prints.
+fn run_ranks(size: Size, link: &str) -> Result<String, Box<dyn Error>> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe()?)
+            .args([size.width.to_string(), size.rows.to_string()])
+            .env(LINK, link)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", RANKS.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .env("FSDP_JOB_ID", port.to_string())
+            .env("RAYON_NUM_THREADS", "1")
+            // glibc shall keep what is freed. Else a model whose tensors have a few megabytes
+            // spends much of each step on getting the same memory again.
+            .env("MALLOC_MMAP_THRESHOLD_", (1 << 30).to_string())
+            .env("MALLOC_TRIM_THRESHOLD_", (1u64 << 40).to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+    };
+    let ranks: Vec<_> = (0..RANKS).map(start).collect::<Result<_, _>>()?;
+    let mut printed = String::new();
+    for (rank, process) in ranks.into_iter().enumerate() {
+        let output = process.wait_with_output()?;
+        if !output.status.success() {
+            return Err(format!("rank {rank} ends with {}", output.status).into());
+        }
+        printed += &String::from_utf8(output.stdout)?;
+    }
+    Ok(printed)
+}
+
+/// Measures as one of the ranks that [`run_ranks`] starts, and prints the outcome on rank 0:
+/// without a link the nanoseconds of the computation alone.
+fn as_rank(size: Size, link: &str) -> Result<(), Box<dyn Error>> {
+    let environment = Environment::from_env()?;
+    let mut core = CpuSet::new();
+    core.set(environment.rank);
+    sched_setaffinity(None, &core)?;
+    let mut numbers = link.split_whitespace().map(str::parse::<u64>);
+    let link = match (numbers.next(), numbers.next()) {
+        (Some(latency), Some(bytes_per_second)) => Some(SimulatedLink {
+            latency: Duration::from_nanos(latency?),
+            bytes_per_second: bytes_per_second?,
+        }),
+        _ => None,
+    };
+    let options = TcpOptions {
+        link,
+        ..TcpOptions::default()
+    };
+    let group = options.connect(&environment)?;
+    let configs = configs(&Device::Cpu);
+    let configs = if link.is_some() {
+        &configs[..]
+    } else {
+        &configs[..1]
+    };
+    let taken = median_steps(&group, size, configs)?;
+    match (group.rank(), link) {
+        (0, None) => println!("{}", taken[0].as_nanos()),
+        (0, Some(_)) => report(&taken),
+        _ => {}
+    }
     Ok(())
 }
 
@@ -203,11 +274,14 @@ fn on_gpus(size: Size) -> Result<(), NnError> {
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Box<dyn Error>> {
     let size = Size::from_arguments()?;
+    if let Ok(link) = std::env::var(LINK) {
+        return as_rank(size, &link);
+    }
     #[cfg(feature = "nccl")]
     if std::env::var_os("WORLD_SIZE").is_some() {
         return Ok(on_gpus(size)?);
     }
-    Ok(on_cpus(size)?)
+    on_cpus(size)
 }

@@ -20,6 +20,7 @@ use crate::deadline::{DEFAULT_DEADLINE, deadline_after};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
+use crate::link::{LinkedBackend, SimulatedLink};
 use crate::store::TcpStore;
 
 /// The options with which a process joins its job through the `tcp` backend.
@@ -42,6 +43,9 @@ pub struct TcpOptions {
     /// when it needs to. All ranks of a job must choose the same; [`connect`](Self::connect) checks
     /// that.
     pub connect_all_up_to: usize,
+    /// A simulated network link before this rank, which all bytes from other ranks cross; none by
+    /// default. For tests and benches.
+    pub link: Option<SimulatedLink>,
 }
 
 impl Default for TcpOptions {
@@ -50,6 +54,7 @@ impl Default for TcpOptions {
             deadline: DEFAULT_DEADLINE,
             shared_memory: true,
             connect_all_up_to: 32,
+            link: None,
         }
     }
 }
@@ -62,13 +67,12 @@ impl TcpOptions {
     /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that
     /// has set `connect_all_up_to` otherwise than rank 0.
     pub fn connect(&self, environment: &Environment) -> Result<ProcessGroup, CommError> {
-        let backend = self.connect_backend(environment)?;
+        let mut backend: Arc<dyn Backend> = Arc::new(self.connect_backend(environment)?);
+        if let Some(link) = self.link {
+            backend = Arc::new(LinkedBackend::new(backend, link));
+        }
         let ranks_on_host = environment.local_world_size.unwrap_or(1);
-        Ok(ProcessGroup::new(
-            Arc::new(backend),
-            self.deadline,
-            ranks_on_host,
-        ))
+        Ok(ProcessGroup::new(backend, self.deadline, ranks_on_host))
     }
 
     /// Joins the job as [`connect`](Self::connect) does, and returns the backend itself. A failure
