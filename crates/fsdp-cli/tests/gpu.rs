@@ -594,6 +594,39 @@ fn the_memory_of_a_step_grows_with_the_length_of_its_sequences_and_no_faster() {
     }
 }
 
+/// The most memory that is allocated at once, in bytes, beside that of PyTorch's FSDP2 on an H200
+/// (`torch.cuda.max_memory_allocated`), for the same model and batch. It is counted without
+/// carrying out any kernel.
+#[test]
+fn a_large_model_needs_little_more_memory_than_with_pytorch() {
+    const GIB: f64 = (1 << 30) as f64;
+    if std::env::var_os("CUDA_STAND_IN_DEVICES").is_none() {
+        return;
+    }
+    let model = [
+        "--layers", "12", "--heads", "12", "--hidden", "768", "--seq", "1024", "--batch", "8",
+    ];
+    for (options, of_pytorch) in [(&["--mixed-precision", "bf16"][..], 3.4), (&[], 5.7)] {
+        let dir = TempDir::new().unwrap();
+        let file = dir.path().join("counts");
+        fsdp(&ONE_RANK)
+            .args(["--out", dir.path().join("run").to_str().unwrap()])
+            .args(["--steps", "2", "--sample", "0"])
+            .args(model)
+            .args(options)
+            .env("CUDA_STAND_IN_COMPUTES", "0")
+            .env("CUDA_STAND_IN_MEMORY", (64_u64 << 30).to_string())
+            .env("CUDA_STAND_IN_COUNTS", &file)
+            .assert()
+            .success();
+        let counts: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        let gib = counts["most_bytes"].as_u64().unwrap() as f64 / GIB;
+        println!("{options:?}: {gib:.2} GiB, PyTorch {of_pytorch}");
+        assert!(gib <= 1.15 * of_pytorch, "{options:?}: {gib:.2} GiB");
+    }
+}
+
 /// Two ranks over NCCL: the host of each waits once in a step, for the losses and its part of the
 /// norm, which come down together. Nothing else goes through the host, however many parameters and
 /// units there are.

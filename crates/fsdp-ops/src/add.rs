@@ -68,17 +68,8 @@ impl Recorded for Add {
             launch_with_bias(&runner, "bias_add", [&x, &y], &sum)?;
             return Ok((runner.storage(sum)?, shape));
         }
-        let y_layout: Layout = y_layout.broadcast_as(shape.clone())?;
-        let sum = match (&*x, &*y) {
-            (Storage::Cpu(x), Storage::Cpu(y)) => {
-                Storage::Cpu(x.binary_impl::<CandleAdd>(y, x_layout, &y_layout)?)
-            }
-            (Storage::Cuda(x), Storage::Cuda(y)) => {
-                Storage::Cuda(x.binary_impl::<CandleAdd>(y, x_layout, &y_layout)?)
-            }
-            _ => return devices_error(NAME),
-        };
-        Ok((sum, shape))
+        let y_layout = y_layout.broadcast_as(shape.clone())?;
+        Ok((sum((&x, x_layout), (&y, &y_layout))?, shape))
     }
 
     fn backward(&self, _: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>> {
@@ -87,6 +78,22 @@ impl Recorded for Add {
             return Ok(vec![grad.clone(), grad.clone()]);
         }
         Ok(vec![grad.clone(), sum_over_first_dims(grad, y)?])
+    }
+}
+
+/// Returns the sum of two tensors of one shape.
+pub(crate) fn sum(
+    (x, x_layout): (&Storage, &Layout),
+    (y, y_layout): (&Storage, &Layout),
+) -> Result<Storage> {
+    match (x, y) {
+        (Storage::Cpu(x), Storage::Cpu(y)) => Ok(Storage::Cpu(
+            x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?,
+        )),
+        (Storage::Cuda(x), Storage::Cuda(y)) => Ok(Storage::Cuda(
+            x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?,
+        )),
+        _ => devices_error(NAME),
     }
 }
 

@@ -20,6 +20,7 @@
 //! | [`embedding()`] | rows of a table by index | `candle_nn::Embedding` |
 //! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
 //! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
+//! | [`linear_add`] | a residual plus [`linear()`] | |
 //! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
 //! | [`add()`] | a sum, also with a tensor that lacks first dimensions | `Tensor::{add, broadcast_add}` |
 //!
@@ -73,7 +74,7 @@ pub use cross_entropy::cross_entropy;
 pub use dropout::{DropoutMasks, dropout};
 pub use embedding::embedding;
 pub use gelu::{gelu, gelu_erf};
-pub use linear::{linear, linear_gelu_erf};
+pub use linear::{linear, linear_add, linear_gelu_erf};
 pub use norm::{layer_norm, rms_norm};
 pub use rope::{rope, rope_i};
 pub use softmax::softmax_last_dim;

@@ -2,12 +2,14 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{D, DType, Layout, Result, Shape, Tensor};
+use candle_core::{D, DType, Layout, Result, Shape, Storage, Tensor};
 
+use crate::add::{add, sum};
+use crate::autograd::{self, Recorded};
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
 use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
-use crate::operation::{Operation, apply, is_computed_here, mismatch_error};
+use crate::operation::{Operation, WithInputs, apply, is_computed_here, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
@@ -53,6 +55,35 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
     }
     let (x, bias) = (x.contiguous()?, bias.contiguous()?);
     apply(LinearGelu::default(), [&x, &arrange_weight(weight)?, &bias])
+}
+
+/// Computes `add(residual, linear(x, weight, bias))`. In the graph of a sharded model it is one
+/// operation, which does not keep the result of `linear`: the backward does not need it.
+///
+/// # Errors
+/// The same as [`linear`]; a `residual` of another shape or dtype than the result.
+pub fn linear_add(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    residual: &Tensor,
+) -> Result<Tensor> {
+    let (outputs, inputs) = weight.dims2()?;
+    let fits = x.dim(D::Minus1)? == inputs
+        && bias.is_none_or(|bias| bias.dims() == [outputs])
+        && residual.dims().split_last() == Some((&outputs, &x.dims()[..x.rank() - 1]))
+        && residual.dtype() == x.dtype();
+    let tensors: Vec<&Tensor> = [x, weight, residual].into_iter().chain(bias).collect();
+    let anchor = match autograd::anchor(&tensors) {
+        Some(anchor) if fits && is_computed_here(x)? => anchor,
+        _ => return add(residual, &linear(x, weight, bias)?),
+    };
+    let (x, weight) = (x.contiguous()?, arrange_weight(weight)?);
+    let residual = residual.contiguous()?;
+    match bias {
+        Some(bias) => LinearAdd::record([x, weight, bias.contiguous()?], residual, anchor),
+        None => LinearAdd::record([x, weight], residual, anchor),
+    }
 }
 
 /// Returns a weight in a layout that can be multiplied with: any on CPUs; on GPUs its rows or its
@@ -125,6 +156,49 @@ impl<const N: usize> Operation<N> for Linear {
         Ok(gradients
             .try_into()
             .expect("a linear layer has two inputs, or three with a bias"))
+    }
+}
+
+/// A linear layer whose result is added to a residual.
+struct LinearAdd<const N: usize> {
+    linear: WithInputs<Linear, N>,
+    /// The inputs of the layer, and the residual.
+    inputs: Vec<Tensor>,
+}
+
+impl<const N: usize> LinearAdd<N> {
+    /// Runs the operation on inputs that fit together, and adds it to the graph of `autograd`.
+    fn record(inputs: [Tensor; N], residual: Tensor, anchor: Tensor) -> Result<Tensor> {
+        let mut all_inputs = inputs.to_vec();
+        all_inputs.push(residual);
+        let operation = LinearAdd {
+            linear: WithInputs::new(Linear, inputs),
+            inputs: all_inputs,
+        };
+        autograd::record(Box::new(operation), anchor)
+    }
+}
+
+impl<const N: usize> Recorded for LinearAdd<N> {
+    fn name(&self) -> &'static str {
+        "linear-add"
+    }
+
+    fn inputs(&self) -> &[Tensor] {
+        &self.inputs
+    }
+
+    fn forward(&self) -> Result<(Storage, Shape)> {
+        let (y, shape) = self.linear.forward()?;
+        let (residual, residual_layout) = self.inputs[N].storage_and_layout();
+        let y_layout = Layout::contiguous(shape.clone());
+        Ok((sum((&residual, residual_layout), (&y, &y_layout))?, shape))
+    }
+
+    fn backward(&self, output: &Tensor, grad: &Tensor) -> Result<Vec<Tensor>> {
+        let mut gradients = self.linear.backward(output, grad)?;
+        gradients.push(grad.clone());
+        Ok(gradients)
     }
 }
 

@@ -156,13 +156,12 @@ where
     O: Operation<N> + Send + Sync + 'static,
     ForCandle<O>: CandleOp<N>,
 {
-    let operation = ForCandle(operation);
     match autograd::anchor(&inputs) {
         Some(anchor) => {
             let inputs = inputs.map(Clone::clone);
-            autograd::record(Box::new(WithInputs { operation, inputs }), anchor)
+            autograd::record(Box::new(WithInputs::new(operation, inputs)), anchor)
         }
-        None => operation.apply(inputs),
+        None => ForCandle(operation).apply(inputs),
     }
 }
 
@@ -191,9 +190,18 @@ impl<O: Operation<3> + Send + Sync + 'static> CandleOp<3> for ForCandle<O> {
 }
 
 /// An operation with its inputs, in the graph of `autograd`.
-struct WithInputs<O, const N: usize> {
+pub(crate) struct WithInputs<O, const N: usize> {
     operation: ForCandle<O>,
     inputs: [Tensor; N],
+}
+
+impl<O, const N: usize> WithInputs<O, N> {
+    pub(crate) const fn new(operation: O, inputs: [Tensor; N]) -> Self {
+        WithInputs {
+            operation: ForCandle(operation),
+            inputs,
+        }
+    }
 }
 
 impl<O: Operation<N> + Send + Sync, const N: usize> Recorded for WithInputs<O, N> {

@@ -10,8 +10,8 @@ mod stand_in;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use fsdp_ops::{
     DropoutMasks, cross_entropy, dropout, embedding, gelu, gelu_erf, layer_norm, linear,
-    linear_gelu_erf, packed_attention, rms_norm, rope, rope_i, scaled_dot_product_attention,
-    softmax_last_dim,
+    linear_add, linear_gelu_erf, packed_attention, rms_norm, rope, rope_i,
+    scaled_dot_product_attention, softmax_last_dim,
 };
 
 /// An operation of several tensors.
@@ -154,6 +154,11 @@ fn layers_are_those_of_the_cpu() {
         let shapes = [x, &[outputs, x[x.len() - 1]], &[outputs]];
         compare("linear", &shapes, &|x| linear(&x[0], &x[1], Some(&x[2])));
         compare("linear", &shapes[..2], &|x| linear(&x[0], &x[1], None));
+        let residual = [&x[..x.len() - 1], &[outputs]].concat();
+        let with_residual = [shapes[0], shapes[1], shapes[2], &residual];
+        compare("linear_add", &with_residual, &|x| {
+            linear_add(&x[0], &x[1], Some(&x[2]), &x[3])
+        });
         compare("linear_gelu_erf", &shapes, &|x| {
             linear_gelu_erf(&x[0], &x[1], &x[2])
         });

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 use candle_nn::{Init, VarBuilder};
 use fsdp::ops::{
-    add, layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention,
+    layer_norm, linear, linear_add, linear_gelu_erf, packed_attention, scaled_dot_product_attention,
 };
 
 use super::config::GptConfig;
@@ -39,8 +39,8 @@ impl Block {
     /// Computes `[batch, time, hidden]` from the same. With a cache, the positions go on after
     /// those that it holds.
     pub(super) fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
-        let x = add(x, &self.attn.forward(&self.ln_1.forward(x)?, cache)?)?;
-        add(&x, &self.mlp.forward(&self.ln_2.forward(&x)?)?)
+        let x = self.attn.forward(&self.ln_1.forward(x)?, x, cache)?;
+        self.mlp.forward(&self.ln_2.forward(&x)?, &x)
     }
 }
 
@@ -61,16 +61,21 @@ impl Attention {
         })
     }
 
-    /// Mixes the positions of `x`. With a cache, `x` holds only new positions, and the cache those
-    /// before.
-    fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
+    /// Mixes the positions of `x`, and adds the residual. With a cache, `x` holds only new
+    /// positions, and the cache those before.
+    fn forward(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        cache: Option<&mut KvCache>,
+    ) -> Result<Tensor> {
         // Queries, keys and values are one product: their weights are one matrix.
         let qkv = self.c_attn.forward(x)?;
         let mixed = match cache {
             None => packed_attention(&qkv, self.heads, true)?,
             Some(cache) => self.attention_with_cache(&qkv, cache)?,
         };
-        self.c_proj.forward(&mixed)
+        self.c_proj.forward_and_add(&mixed, residual)
     }
 
     /// Computes the attention of new positions over those in the cache and themselves, and appends
@@ -107,9 +112,10 @@ impl Mlp {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.c_proj
-            .forward(&linear_gelu_erf(x, &self.c_fc.weight, &self.c_fc.bias)?)
+    /// Computes the MLP of `x`, and adds the residual.
+    fn forward(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        let hidden = linear_gelu_erf(x, &self.c_fc.weight, &self.c_fc.bias)?;
+        self.c_proj.forward_and_add(&hidden, residual)
     }
 }
 
@@ -137,6 +143,10 @@ impl Linear {
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         linear(x, &self.weight, Some(&self.bias))
+    }
+
+    fn forward_and_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        linear_add(x, &self.weight, Some(&self.bias), residual)
     }
 }
 

@@ -370,6 +370,25 @@ fn linear_and_gelu_in_one_equal_both() {
     }
 }
 
+#[test]
+fn linear_and_a_residual_in_one_equal_both() {
+    for (x, outputs) in [(&[2, 3, 4][..], 5), (&[40, 33], 65), (&[7], 2)] {
+        let (&inputs, rows) = x.split_last().unwrap();
+        let residual = [rows, &[outputs]].concat();
+        let shapes = [x, &[outputs, inputs], &residual, &[outputs]];
+        compare(
+            &shapes,
+            |x| crate::linear_add(&x[0], &x[1], Some(&x[3]), &x[2]),
+            |x| crate::linear(&x[0], &x[1], Some(&x[3]))? + &x[2],
+        );
+        compare(
+            &shapes[..3],
+            |x| crate::linear_add(&x[0], &x[1], None, &x[2]),
+            |x| crate::linear(&x[0], &x[1], None)? + &x[2],
+        );
+    }
+}
+
 /// The gradient of a weight is row-major like the weight, and not a transposed view.
 #[test]
 fn the_gradient_of_a_linear_weight_has_the_weights_layout() {

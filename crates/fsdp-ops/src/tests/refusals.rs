@@ -38,6 +38,14 @@ fn shapes_that_do_not_go_together_are_refused() {
         &["linear", "[3, 4]"],
     );
     assert_refused(
+        crate::linear_add(&x, &zeros(&[3, 5]), None, &zeros(&[2, 3])),
+        &["linear", "[3, 5]"],
+    );
+    assert_refused(
+        crate::linear_add(&x, &zeros(&[3, 4]), None, &zeros(&[1, 4])),
+        &["add", "[1, 4]"],
+    );
+    assert_refused(
         crate::cross_entropy(&x, &zeros(&[3])),
         &["cross-entropy", "[3]"],
     );
