@@ -6,7 +6,6 @@ use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
 
 use crate::autograd::{self, Recorded};
 use crate::kernels::{self, Operand, Runner};
-use crate::linear::launch_with_bias;
 use crate::operation::mismatch_error;
 use crate::values::devices_error;
 
@@ -65,7 +64,7 @@ impl Recorded for Add {
             let y = Operand::new(&y, y_layout, NAME)?;
             let runner = Runner::new(&x);
             let sum = runner.allocate(x.dtype, x.len())?;
-            launch_with_bias(&runner, "bias_add", [&x, &y], &sum)?;
+            runner.with_bias("bias_add", [&x, &y], &sum)?;
             return Ok((runner.storage(sum)?, shape));
         }
         let y_layout = y_layout.broadcast_as(shape.clone())?;

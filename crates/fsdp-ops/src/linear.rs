@@ -136,7 +136,7 @@ impl<const N: usize> Operation<N> for Linear {
     fn launch_forward(&self, runner: &Runner, inputs: [Operand<'_>; N]) -> Result<(Output, Shape)> {
         let (y, shape) = launch_product(runner, &inputs[0], &inputs[1])?;
         if let Some(bias) = inputs.get(2) {
-            launch_with_bias(runner, "bias_add", [&y.operand()?, bias], &y)?;
+            runner.with_bias("bias_add", [&y.operand()?, bias], &y)?;
         }
         Ok((y, shape))
     }
@@ -243,7 +243,7 @@ impl Operation<3> for LinearGelu {
         let (product, shape) = launch_product(runner, &x, &weight)?;
         let y = runner.allocate(x.dtype, shape.elem_count())?;
         let operand = product.operand()?;
-        launch_with_bias(runner, "bias_gelu_erf_forward", [&operand, &bias], &y)?;
+        runner.with_bias("bias_gelu_erf_forward", [&operand, &bias], &y)?;
         // As on CPUs.
         let _ = self.product.set(runner.tensor(product, shape.clone())?);
         Ok((y, shape))
@@ -304,28 +304,6 @@ fn launch_product(
     let transposed = weight.with_layout(weight.layout.transpose(0, 1)?);
     let y = runner.product(&matrix_of_rows(x), &transposed)?;
     Ok((y, dims.into()))
-}
-
-/// Launches a kernel that adds a bias to each row. It may write what it reads.
-pub(crate) fn launch_with_bias(
-    runner: &Runner,
-    kernel: &'static str,
-    [x, bias]: [&Operand<'_>; 2],
-    y: &Output,
-) -> Result<()> {
-    let width = bias.len();
-    let rows = x.len().checked_div(width).unwrap_or(0);
-    runner.launch(
-        Kernel(Module::Elementwise, kernel, Some(x.dtype)),
-        Grid::columns(rows, width, x.dtype),
-        &[
-            Argument::Read(x),
-            Argument::Read(bias),
-            Argument::Write(y),
-            Argument::Long(rows),
-            Argument::Int(width),
-        ],
-    )
 }
 
 /// Returns the gradients of the input and the weight on a GPU, from that of the product.

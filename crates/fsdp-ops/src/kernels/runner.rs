@@ -81,6 +81,31 @@ impl Runner {
         }
     }
 
+    /// Launches a kernel that adds a bias to each row. It may write what it reads.
+    ///
+    /// # Errors
+    /// Those of [`Self::launch`].
+    pub(crate) fn with_bias(
+        &self,
+        kernel: &'static str,
+        [x, bias]: [&Operand<'_>; 2],
+        y: &Output,
+    ) -> Result<()> {
+        let width = bias.len();
+        let rows = x.len().checked_div(width).unwrap_or(0);
+        self.launch(
+            Kernel(Module::Elementwise, kernel, Some(x.dtype)),
+            Grid::columns(rows, width, x.dtype),
+            &[
+                Argument::Read(x),
+                Argument::Read(bias),
+                Argument::Write(y),
+                Argument::Long(rows),
+                Argument::Int(width),
+            ],
+        )
+    }
+
     /// Adds up rows of partial sums that kernels over columns have written, in f32, to sums of
     /// another type.
     ///
