@@ -10,9 +10,10 @@ use crate::backend::{Backend, Members, Planner, Round, Tally, Vote};
 use crate::error::CommError;
 use crate::sync::lock;
 
-/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed.
-/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks) and
-/// [`TcpOptions::link`](crate::TcpOptions).
+/// A simulated network link: each operation takes its latency, and the bytes of other ranks take as
+/// long as over a link of this speed. Small payloads, up to 4 KiB, come with the agreement, and
+/// take no time beside the latency. Waiting takes no processor time. See
+/// [`LocalRanks::link`](crate::LocalRanks) and [`TcpOptions::link`](crate::TcpOptions).
 ///
 /// ```
 /// use std::time::{Duration, Instant};

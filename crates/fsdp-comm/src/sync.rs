@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 /// long as falling asleep and being woken.
 const YIELDS: usize = 20;
 
-/// How late a thread may get its core back: from others that pass messages, or compute little.
+/// The longest time that a yield takes if the core goes to threads that pass messages. A thread
+/// that computes keeps the core for longer.
 const LATE: Duration = Duration::from_millis(2);
 
-/// The number of waits after a late one in which a thread sleeps at once.
+/// The number of waits after a late yield in which a thread sleeps at once.
 const SKIPPED_WAITS: u32 = 500;
 
 thread_local! {
@@ -40,15 +41,15 @@ pub(crate) fn wait_timeout<'g, T>(
         .0
 }
 
-/// Lets other threads run for some microseconds. Returns `true` as soon as `is_ready` does, and
+/// Lets other threads run up to [`YIELDS`] times. Returns `true` as soon as `is_ready` does, and
 /// `false` if it has not by then: the thread should sleep.
 ///
 /// Ranks often make a change within microseconds of each other. While a thread sleeps its core may
 /// be idle, and waking an idle core takes longer than the change.
 ///
-/// If a thread that computes gets the core, it keeps it for milliseconds. A thread that sleeps can
-/// interrupt it, but not one that lets it run. So a thread that has got its core back late sleeps
-/// at once in its next waits.
+/// A thread that is woken can interrupt one that computes, but a thread that has yielded to it gets
+/// the core back only after milliseconds. So a thread does not yield in the [`SKIPPED_WAITS`] waits
+/// after a yield that took longer than [`LATE`].
 pub(crate) fn ready_within_yields(is_ready: impl Fn() -> bool) -> bool {
     let waits_to_skip = WAITS_TO_SKIP.get();
     if waits_to_skip > 0 {
@@ -67,4 +68,27 @@ pub(crate) fn ready_within_yields(is_ready: impl Fn() -> bool) -> bool {
         }
     }
     is_ready()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_does_not_yield_in_the_waits_after_a_late_yield() {
+        let questions = || {
+            let asked = Cell::new(0);
+            assert!(!ready_within_yields(|| {
+                asked.set(asked.get() + 1);
+                false
+            }));
+            asked.get()
+        };
+        WAITS_TO_SKIP.set(2);
+        assert_eq!([questions(), questions()], [1, 1]);
+        assert_eq!(WAITS_TO_SKIP.get(), 0);
+        // Unless the machine is busy, so that a yield is late.
+        assert!(questions() == YIELDS + 1 || WAITS_TO_SKIP.get() == SKIPPED_WAITS);
+        assert!(ready_within_yields(|| true));
+    }
 }

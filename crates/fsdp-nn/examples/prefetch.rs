@@ -20,7 +20,6 @@ use fsdp_comm::{Environment, ProcessGroup, SimulatedLink, TcpOptions};
 use fsdp_nn::{
     BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit,
 };
-use rustix::thread::{CpuSet, sched_setaffinity};
 
 const UNITS: usize = 12;
 const RANKS: usize = 2;
@@ -222,13 +221,26 @@ fn run_ranks(size: Size, link: &str) -> Result<String, Box<dyn Error>> {
     Ok(printed)
 }
 
+/// Keeps this process on one of the cores that it may use.
+#[cfg(target_os = "linux")]
+fn stay_on_core(number: usize) -> std::io::Result<()> {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+    let usable = sched_getaffinity(None)?;
+    let cores: Vec<usize> = (0..CpuSet::MAX_CPU)
+        .filter(|&core| usable.is_set(core))
+        .collect();
+    let mut chosen = CpuSet::new();
+    chosen.set(cores[number % cores.len()]);
+    Ok(sched_setaffinity(None, &chosen)?)
+}
+
 /// Measures as one of the ranks that [`run_ranks`] starts, and prints the outcome on rank 0:
 /// without a link the nanoseconds of the computation alone.
 fn as_rank(size: Size, link: &str) -> Result<(), Box<dyn Error>> {
     let environment = Environment::from_env()?;
-    let mut core = CpuSet::new();
-    core.set(environment.rank);
-    sched_setaffinity(None, &core)?;
+    #[cfg(target_os = "linux")]
+    stay_on_core(environment.rank)?;
     let mut numbers = link.split_whitespace().map(str::parse::<u64>);
     let link = match (numbers.next(), numbers.next()) {
         (Some(latency), Some(bytes_per_second)) => Some(SimulatedLink {

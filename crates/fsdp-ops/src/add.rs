@@ -2,7 +2,7 @@
 
 use candle_core::backend::BackendStorage as _;
 use candle_core::op::Add as CandleAdd;
-use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{Device, Error, Layout, Result, Shape, Storage, Tensor};
 
 use crate::autograd::{self, Recorded};
 use crate::kernels::{self, Operand, Runner};
@@ -86,6 +86,11 @@ pub(crate) fn sum(
     (y, y_layout): (&Storage, &Layout),
 ) -> Result<Storage> {
     match (x, y) {
+        // No kernel can be launched for no elements.
+        (Storage::Cuda(x), _) if x_layout.shape().elem_count() == 0 => {
+            let runner = Runner::on(&Device::Cuda(x.device().clone()));
+            runner.storage(runner.allocate(x.dtype(), 0)?)
+        }
         (Storage::Cpu(x), Storage::Cpu(y)) => Ok(Storage::Cpu(
             x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?,
         )),

@@ -61,7 +61,7 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
 /// operation, which does not keep the result of `linear`: the backward does not need it.
 ///
 /// # Errors
-/// The same as [`linear`]; a `residual` of another shape or dtype than the result.
+/// The same as [`linear`]; a `residual` of another shape or dtype than the result of the layer.
 pub fn linear_add(
     x: &Tensor,
     weight: &Tensor,
@@ -69,13 +69,13 @@ pub fn linear_add(
     residual: &Tensor,
 ) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
-    let fits = x.dim(D::Minus1)? == inputs
-        && bias.is_none_or(|bias| bias.dims() == [outputs])
-        && residual.dims().split_last() == Some((&outputs, &x.dims()[..x.rank() - 1]))
-        && residual.dtype() == x.dtype();
+    let is_layer = x.dim(D::Minus1)? == inputs && bias.is_none_or(|bias| bias.dims() == [outputs]);
+    if is_layer && residual.dims() != [&x.dims()[..x.rank() - 1], &[outputs]].concat() {
+        return mismatch_error(residual, weight, "linear-add");
+    }
     let tensors: Vec<&Tensor> = [x, weight, residual].into_iter().chain(bias).collect();
     let anchor = match autograd::anchor(&tensors) {
-        Some(anchor) if fits && is_computed_here(x)? => anchor,
+        Some(anchor) if is_layer && residual.dtype() == x.dtype() && is_computed_here(x)? => anchor,
         _ => return add(residual, &linear(x, weight, bias)?),
     };
     let (x, weight) = (x.contiguous()?, arrange_weight(weight)?);

@@ -9,6 +9,7 @@ mod files;
 #[cfg(feature = "nccl")]
 mod full;
 mod killed;
+#[cfg(feature = "nccl")]
 #[path = "../../../fsdp-comm/tests/nccl_ranks/mod.rs"]
 mod nccl_ranks;
 mod plan;

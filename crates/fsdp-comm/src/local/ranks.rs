@@ -90,8 +90,7 @@ pub struct LocalRanks {
     /// pass recurses once for each node of the graph. It is address space: only the used part
     /// becomes memory.
     pub stack_bytes: usize,
-    /// A simulated network link before each rank, which all bytes from other ranks cross. For tests
-    /// and benches.
+    /// A simulated network link before each rank, for tests and benches; none by default.
     pub link: Option<SimulatedLink>,
     /// The order in which ranks run; the operating system decides by default.
     pub turns: Option<Arc<dyn Turns>>,

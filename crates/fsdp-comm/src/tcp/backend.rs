@@ -43,8 +43,7 @@ pub struct TcpOptions {
     /// when it needs to. All ranks of a job must choose the same; [`connect`](Self::connect) checks
     /// that.
     pub connect_all_up_to: usize,
-    /// A simulated network link before this rank, which all bytes from other ranks cross; none by
-    /// default. For tests and benches.
+    /// A simulated network link before this rank, for tests and benches; none by default.
     pub link: Option<SimulatedLink>,
 }
 

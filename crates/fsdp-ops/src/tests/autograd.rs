@@ -9,7 +9,9 @@ use candle_core::{
 };
 
 use crate::autograd::{self, Hook, Receiver, Registered};
-use crate::{add, cross_entropy, embedding, gelu_erf, layer_norm, linear, linear_gelu_erf};
+use crate::{
+    add, cross_entropy, embedding, gelu_erf, layer_norm, linear, linear_add, linear_gelu_erf,
+};
 
 /// The gradients that parameters have received, by their numbers.
 type Received = Arc<Mutex<Vec<(usize, Tensor)>>>;
@@ -193,6 +195,33 @@ fn gradients_through_operations_of_both_kinds_are_those_of_candle() {
     }
     let of_scale = variables.get(&scale).unwrap();
     assert_close("the variable", of_scale, expected.get(&scale).unwrap());
+}
+
+/// A weight that is transposed, an input and a residual whose elements do not lie one after the
+/// other, and a residual that is the input.
+#[test]
+fn views_of_outputs_and_parameters_get_the_gradients_of_candles_backward() {
+    let loss = |parameters: &[Tensor]| {
+        let first = linear(&values(&[3, 4], 7), &parameters[0], None)?;
+        let second = linear_add(&first, &parameters[1].t()?, Some(&parameters[2]), &first)?;
+        let turned = second.reshape((3, 2, 2))?.transpose(1, 2)?;
+        let third = linear_add(&turned, &parameters[3], None, &turned)?;
+        third.sqr()?.sum_all()
+    };
+    let shapes: [&[usize]; 4] = [&[4, 4], &[4, 4], &[4], &[2, 2]];
+    let starts: Vec<Tensor> = shapes.iter().map(|shape| values(shape, 3)).collect();
+    let vars: Vec<Var> = starts
+        .iter()
+        .map(|x| Var::from_tensor(x).unwrap())
+        .collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let expected = loss(&tensors).unwrap().backward().unwrap();
+    let parameters = Parameters::new(&starts).unwrap();
+    autograd::backward(&loss(&parameters.tensors).unwrap()).unwrap();
+    for (number, (grad, var)) in parameters.gradients().iter().zip(&vars).enumerate() {
+        let expected = expected.get(var).unwrap();
+        assert_close(&format!("parameter {number}"), grad, expected);
+    }
 }
 
 #[test]

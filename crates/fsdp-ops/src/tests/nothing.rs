@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::autograd::Parameters;
 use super::{by_each_way, run};
 
 /// Returns zeros of a shape.
@@ -131,5 +132,27 @@ fn nothing_goes_in_and_nothing_comes_out() {
             &[&shape],
             &[shape[0], shape[1], shape[2] / 3],
         );
+    }
+}
+
+/// candle's sum of nothing gives its second summand no gradient.
+#[test]
+fn sums_of_nothing_have_gradients_in_the_graph_of_sharded_models() {
+    let shapes: [&[usize]; 3] = [&[2, 3], &[2], &[2]];
+    let zeros = shapes.map(|shape| zeros(shape, DType::F32));
+    let parameters = Parameters::new(&zeros).unwrap();
+    let [weight, bias, positions] = &parameters.tensors[..] else {
+        unreachable!("there are three")
+    };
+    let x = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
+    let first = crate::linear(&x, weight, None).unwrap();
+    let second = crate::linear_add(&x, weight, Some(bias), &first).unwrap();
+    let sum = crate::add(&crate::add(&first, &second).unwrap(), positions).unwrap();
+    assert_eq!(sum.dims(), [0, 2]);
+    crate::autograd::backward(&sum.sum_all().unwrap()).unwrap();
+    for (gradient, shape) in parameters.gradients().iter().zip(shapes) {
+        assert_eq!(gradient.dims(), shape);
+        let values = gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(values.iter().all(|value| *value == 0.0), "{values:?}");
     }
 }

@@ -41,10 +41,12 @@ fn shapes_that_do_not_go_together_are_refused() {
         crate::linear_add(&x, &zeros(&[3, 5]), None, &zeros(&[2, 3])),
         &["linear", "[3, 5]"],
     );
-    assert_refused(
-        crate::linear_add(&x, &zeros(&[3, 4]), None, &zeros(&[1, 4])),
-        &["add", "[1, 4]"],
-    );
+    for residual in [&[1, 4][..], &[1, 2, 3], &[3]] {
+        assert_refused(
+            crate::linear_add(&x, &zeros(&[3, 4]), None, &zeros(residual)),
+            &["linear-add", &format!("{residual:?}")],
+        );
+    }
     assert_refused(
         crate::cross_entropy(&x, &zeros(&[3])),
         &["cross-entropy", "[3]"],
