@@ -252,8 +252,9 @@ fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
     start_ranks(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
-/// Sends a signal to the last rank while all ranks do `what`, and waits for the others' errors. A
-/// rank that is alone has nobody to miss.
+/// Starts ranks that do `what`, kills or stops the last one with `signal` once they have begun, and
+/// checks that the others then succeed: `what` expects the error that names the lost rank. Does
+/// nothing with a single rank, which has no others.
 fn lose_the_last_rank(what: &str, signal: Signal) {
     let world_size = ranks();
     if world_size == 1 {

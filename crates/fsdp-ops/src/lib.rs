@@ -33,8 +33,8 @@
 //! candle's backward makes a tensor of zeros for each argument of each operation, and adds the
 //! gradient to it. In the backward of a sharded model, operations of this crate do without both:
 //! [`autograd`] says how. So a step of a model that is made of them has about a third fewer
-//! launches and half as many allocations. Behind one of
-//! candle's own operations that is no view, all operations are as in candle's backward.
+//! launches and half as many allocations. Behind one of candle's own operations that is no view,
+//! all operations are as in candle's backward.
 //!
 //! Results on CPUs do not depend on the number of threads or the machine's vector instructions,
 //! except in matrix products, which use the crate `gemm`, as candle does. Work is shared by the

@@ -196,6 +196,7 @@ pub(crate) struct WithInputs<O, const N: usize> {
 }
 
 impl<O, const N: usize> WithInputs<O, N> {
+    /// Joins an operation with the tensors that it computes from.
     pub(crate) const fn new(operation: O, inputs: [Tensor; N]) -> Self {
         WithInputs {
             operation: ForCandle(operation),

@@ -62,7 +62,8 @@ struct State {
 }
 
 impl State {
-    /// Waits until the thread has run all reductions.
+    /// Waits until the thread of the collectives has run every reduction that was submitted to it.
+    /// The results stay here until they are taken.
     fn finish_reductions(&mut self) {
         for (_, ticket) in &mut self.reductions {
             ticket.finish();
@@ -268,8 +269,9 @@ impl Overlap {
         Ok(None)
     }
 
-    /// Waits until the thread has run all reductions. Over NCCL they are only queued then. Their
-    /// results are still to be taken.
+    /// Waits until the thread of the collectives has run every reduction that was submitted to it.
+    /// Over NCCL they have been queued then, and the GPU may still be at work. The results stay
+    /// here for [`Self::take_reduced`].
     pub(crate) fn finish_reductions(&self) {
         self.state().finish_reductions();
     }

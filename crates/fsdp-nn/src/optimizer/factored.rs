@@ -143,7 +143,8 @@ fn averages_of(owned: &Owned) -> Vec<Owned> {
     averages
 }
 
-/// Returns this rank's [parts](read_parts) of all parameters of a batch.
+/// Returns what [`read_parts`] returns for each parameter of a batch, one after the other. Like it,
+/// this prepares the parameters for their change.
 fn read_batch(step: &GroupStep<'_>, batch: &[Owned], place: Place<'_>) -> Result<Vec<Part>> {
     let mut parts = Vec::with_capacity(2 * batch.len());
     for owned in batch {

@@ -9,7 +9,8 @@ use crate::algorithm::MuonOptions;
 /// Returns a matrix that is nearly orthogonal, computed from one of `bf16` by the iteration of
 /// Newton and Schulz, on the matrix's device.
 ///
-/// As in torch, each intermediate matrix is rounded to `bf16`, and the sums in a product are `f32`.
+/// Each product is computed in `f32`, and every matrix of the iteration is rounded to `bf16`, as
+/// torch does.
 /// On a GPU the host waits for nothing.
 pub(super) fn orthogonalize(options: &MuonOptions, matrix: &Tensor) -> Result<Tensor> {
     let (a, b, c) = options.ns_coefficients;

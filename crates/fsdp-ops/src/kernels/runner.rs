@@ -81,10 +81,11 @@ impl Runner {
         }
     }
 
-    /// Launches a kernel that adds a bias to each row. It may write what it reads.
+    /// Launches `kernel`, which adds the elements of `bias` to each row of `x`, and writes the
+    /// result to `y`. `y` may be the memory of `x`.
     ///
     /// # Errors
-    /// Those of [`Self::launch`].
+    /// The kernel cannot be loaded or launched.
     pub(crate) fn with_bias(
         &self,
         kernel: &'static str,
