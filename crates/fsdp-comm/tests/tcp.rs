@@ -566,7 +566,7 @@ fn a_rank_learns_from_its_launcher_how_many_ranks_are_on_its_host() {
 fn a_rank_that_does_not_come_is_named() {
     let port = free_port();
     let (first, second) = std::thread::scope(|scope| {
-        let first = scope.spawn(|| meet(environment(0, 3, port, "job"), 700));
+        let first = scope.spawn(|| meet(environment(0, 3, port, "job"), 3_000));
         // The first to give up does so for all.
         (
             meet(environment(2, 3, port, "job"), 60_000),

@@ -24,6 +24,10 @@ pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(1750);
 /// The time that a process which was stopped has for reading what the others sent meanwhile.
 const CATCH_UP_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// The time that the news of a failure has to come through other ranks, once this rank has noticed
+/// that one has left. That one may have left because of the failure.
+const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
 
@@ -65,8 +69,8 @@ pub(super) struct InboxState {
 /// The knowledge of this rank about another one.
 #[derive(Debug, Default)]
 pub(super) struct PeerState {
-    /// The way in which it has left, for messages; `None` while it has not.
-    pub(super) departure: Option<String>,
+    /// The way in which it has left; `None` while it has not.
+    pub(super) departure: Option<Departure>,
     pub(super) said_goodbye: bool,
     /// The time of its last frame, or the time since which this rank expects frames from it. `None`
     /// while there is no reason to expect any: there is no connection, and none has been asked for.
@@ -74,6 +78,15 @@ pub(super) struct PeerState {
     /// The number of connections to it. There may be two if both ranks have made one at the same
     /// time.
     connections: usize,
+}
+
+/// The way in which a rank has left.
+#[derive(Debug)]
+pub(super) struct Departure {
+    /// The words for messages.
+    reason: String,
+    /// The time at which this rank noticed it.
+    noticed: Instant,
 }
 
 /// The knowledge of this rank about a group.
@@ -125,6 +138,14 @@ impl GroupState {
 }
 
 impl PeerState {
+    /// Records that it has left, unless that is known already.
+    fn depart(&mut self, reason: impl Into<String>, now: Instant) {
+        self.departure.get_or_insert_with(|| Departure {
+            reason: reason.into(),
+            noticed: now,
+        });
+    }
+
     /// Returns the time since its last frame, or since this rank began to need it.
     pub(super) fn silence(&self, now: Instant) -> Duration {
         self.last_frame_received
@@ -199,9 +220,7 @@ impl InboxState {
                 // If this rank failed to write to it before it read the goodbye, it took that rank
                 // for lost.
                 self.lost.retain(|&lost| lost != sender);
-                self.peers[sender]
-                    .departure
-                    .get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
+                self.peers[sender].depart(String::from_utf8_lossy(&body), now);
             }
             Kind::Absent => {
                 let absent = self.decode_rank(&body)?;
@@ -274,19 +293,20 @@ impl InboxState {
     /// Records that a connection to the rank `other_rank` ended with `error`. The rank is lost with
     /// its last connection: its frames come on only one of them, and this rank does not know on
     /// which.
-    pub(super) fn disconnect(&mut self, other_rank: usize, error: &io::Error) {
+    pub(super) fn disconnect(&mut self, other_rank: usize, error: &io::Error, now: Instant) {
         // A rank that leaves registers no connections any more, but may still read from one.
         let connections = &mut self.peers[other_rank].connections;
         *connections = connections.saturating_sub(1);
         if *connections > 0 {
             return;
         }
-        self.record_loss(other_rank, error);
+        self.record_loss(other_rank, error, now);
         // All of its frames have been read, and there was no goodbye, so its process has ended:
         // tell others. If it was lost for another reason, perhaps only these two ranks do not
         // reach each other.
+        let departure = self.peers[other_rank].departure.as_ref();
         if !self.peers[other_rank].said_goodbye
-            && self.peers[other_rank].departure.as_deref() == Some(EXITED)
+            && departure.is_some_and(|departure| departure.reason == EXITED)
         {
             self.announce_absence(other_rank);
         }
@@ -340,7 +360,7 @@ impl InboxState {
 
     /// Records that there can be no connection to the rank `other_rank` any more, because of
     /// `error`.
-    pub(super) fn record_loss(&mut self, other_rank: usize, error: &io::Error) {
+    pub(super) fn record_loss(&mut self, other_rank: usize, error: &io::Error, now: Instant) {
         let reason = if is_end(error) {
             EXITED.to_owned()
         } else {
@@ -350,7 +370,7 @@ impl InboxState {
             tracing::debug!(rank = other_rank, reason, "a rank left");
         }
         if self.peers[other_rank].departure.is_none() {
-            self.peers[other_rank].departure = Some(reason);
+            self.peers[other_rank].depart(reason, now);
             self.lost.push(other_rank);
         }
     }
@@ -358,7 +378,7 @@ impl InboxState {
     /// Records that a rank has refused a connection. So it has left or ended. If there is another
     /// connection to it, its frames may still be on their way there, and the end of that connection
     /// will tell that it has left.
-    pub(super) fn record_refusal(&mut self, refusing: usize) {
+    pub(super) fn record_refusal(&mut self, refusing: usize, now: Instant) {
         let reason = if self.lost.contains(&refusing) {
             EXITED
         } else {
@@ -366,7 +386,7 @@ impl InboxState {
         };
         let peer = &mut self.peers[refusing];
         if peer.connections == 0 {
-            peer.departure.get_or_insert_with(|| reason.to_owned());
+            peer.depart(reason, now);
         }
     }
 
@@ -464,7 +484,9 @@ impl InboxState {
     /// Returns the error for which a round of a group must end while the data of the `missing`
     /// ranks has not arrived; `None` if it can go on waiting. In this order: the group has failed,
     /// a missing rank has left, one of them has been silent for too long, or the deadline is over.
-    /// While this process catches up, nobody is blamed yet.
+    /// While this process catches up, nobody is blamed yet. A missing rank that has left without
+    /// being lost is not blamed at once, if the deadline leaves time: it may have left because of a
+    /// failure of which it told only its neighbours, and the news is still on its way.
     pub(super) fn failure(
         &self,
         group: u64,
@@ -476,9 +498,26 @@ impl InboxState {
         if ended.is_some() || self.catches_up(now) {
             return ended;
         }
-        self.departed_error(group, round, missing)
+        let is_news_due = now < round.deadline && self.awaits_news_of(group, missing, now);
+        let departed = if is_news_due {
+            None
+        } else {
+            self.departed_error(group, round, missing)
+        };
+        departed
             .or_else(|| self.unresponsive_rank_error(round, missing, now))
             .or_else(|| timeout_error(round, missing, now))
+    }
+
+    /// Returns `true` if one of the `missing` ranks has left a short time ago, and no rank of the
+    /// group is lost.
+    fn awaits_news_of(&self, group: u64, missing: &[usize], now: Instant) -> bool {
+        let Some(first_lost) = self.first_lost(group, missing) else {
+            return false;
+        };
+        let departure = self.peers[first_lost].departure.as_ref();
+        !self.lost.contains(&first_lost)
+            && departure.is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT)
     }
 
     /// Returns the error that has ended the group.
@@ -497,7 +536,8 @@ impl InboxState {
         missing: &[usize],
     ) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
-        let reason = self.peers[rank].departure.as_deref().unwrap_or(EXITED);
+        let departure = self.peers[rank].departure.as_ref();
+        let reason = departure.map_or(EXITED, |departure| &departure.reason);
         Some(round.rank_left_error(rank, reason))
     }
 
@@ -591,16 +631,79 @@ mod tests {
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
-        state.record_loss(3, &died());
+        state.record_loss(3, &died(), now);
         assert_eq!(state.first_lost(7, &[1, 2]), None);
         say_goodbye(&mut state, 1, now);
         assert_eq!(state.first_lost(7, &[1, 2]), Some(1));
         assert_eq!(state.first_lost(7, &[2]), None);
-        state.record_loss(2, &died());
+        state.record_loss(2, &died(), now);
         // It said goodbye, and then its connection ended too.
-        state.record_loss(1, &died());
+        state.record_loss(1, &died(), now);
         assert_eq!(state.first_lost(7, &[1]), Some(2));
         assert_eq!(state.first_lost(7, &[0]), None);
+    }
+
+    /// Returns a round that may take twice as long as a rank may be silent.
+    fn round(number: u64, now: Instant) -> Round<'static> {
+        Round {
+            number,
+            sequence: number,
+            operation: "barrier",
+            timeout: 2 * HEARTBEAT_TIMEOUT,
+            deadline: now + 2 * HEARTBEAT_TIMEOUT,
+            votes_by_message: false,
+        }
+    }
+
+    /// Returns the rank that `failure` names as the one that left.
+    fn blamed(failure: Option<CommError>) -> Option<usize> {
+        failure.map(|failure| match failure {
+            CommError::RankLeft { rank, .. } => rank,
+            other => panic!("{other:?}"),
+        })
+    }
+
+    #[test]
+    fn a_rank_that_left_is_blamed_only_once_the_news_of_a_failure_has_had_time_to_come() {
+        let start = Instant::now();
+        let moment = Duration::from_millis(1);
+        for takes_no_connections in [true, false] {
+            let mut state = large(start);
+            // Nobody has told this rank of a failure. Rank 5 is no neighbour, and would not.
+            if takes_no_connections {
+                state.record_refusal(5, start);
+            } else {
+                say_goodbye(&mut state, 5, start);
+            }
+            let round = round(5, start);
+            let early = state.failure(7, &round, &[3, 5], start + NEWS_TIMEOUT - moment);
+            assert_eq!(blamed(early), None);
+            let late = state.failure(7, &round, &[3, 5], start + NEWS_TIMEOUT);
+            assert_eq!(blamed(late), Some(5));
+            // The deadline does not leave time for news.
+            let short = Round {
+                deadline: start + moment,
+                ..round
+            };
+            let over = state.failure(7, &short, &[3, 5], start + moment);
+            assert_eq!(blamed(over), Some(5));
+            // It was not the first, and the first has not said a word.
+            let mut other = large(start);
+            other.record_loss(20, &io::ErrorKind::UnexpectedEof.into(), start);
+            other.record_refusal(5, start);
+            assert_eq!(
+                blamed(other.failure(7, &round, &[5], start + moment)),
+                Some(20)
+            );
+            // The news comes in time.
+            let error = CommError::Aborted {
+                rank: 30,
+                message: String::new(),
+            };
+            let news = frame(Kind::Abort, 7, wire::encode(&error).unwrap());
+            state.receive(1, news, start + moment).unwrap();
+            assert_eq!(state.failure(7, &round, &[5], start + moment), Some(error));
+        }
     }
 
     #[test]
@@ -608,15 +711,6 @@ mod tests {
         let now = Instant::now();
         let mut state = InboxState::new(0, 3, HEARTBEAT_TIMEOUT, now);
         state.open(7, &[0, 1, 2]);
-        let deadline = now + HEARTBEAT_TIMEOUT;
-        let round = |number| Round {
-            number,
-            sequence: number,
-            operation: "barrier",
-            timeout: HEARTBEAT_TIMEOUT,
-            deadline,
-            votes_by_message: false,
-        };
         for (from, failed) in [(1, 5), (2, 4), (1, 6)] {
             let error = CommError::Aborted {
                 rank: from,
@@ -636,14 +730,14 @@ mod tests {
                 )
                 .unwrap();
         }
-        assert_eq!(state.group_error(7, &round(3)), None);
+        assert_eq!(state.group_error(7, &round(3, now)), None);
         assert!(matches!(
-            state.group_error(7, &round(4)),
+            state.group_error(7, &round(4, now)),
             Some(CommError::Aborted { rank: 2, .. })
         ));
         assert_eq!(
-            state.group_error(7, &round(4)),
-            state.group_error(7, &round(6))
+            state.group_error(7, &round(4, now)),
+            state.group_error(7, &round(6, now))
         );
     }
 
@@ -719,9 +813,9 @@ mod tests {
         news(&mut state, 5);
         news(&mut state, 5);
         assert_eq!(told(&mut state, Kind::Absent, JOB), neighbours);
-        assert_eq!(state.peers[5].departure, None);
-        state.record_refusal(5);
-        assert_eq!(state.peers[5].departure.as_deref(), Some(EXITED));
+        assert!(state.peers[5].departure.is_none());
+        state.record_refusal(5, now);
+        assert_eq!(state.peers[5].departure.as_ref().unwrap().reason, EXITED);
         // Rank 6 is well.
         news(&mut state, 6);
         let to_sixth = state
@@ -734,9 +828,9 @@ mod tests {
         assert_eq!(state.first_lost(7, &[6]), None);
         // There is one to rank 2, which ends after its last frame.
         news(&mut state, 2);
-        assert_eq!(state.peers[2].departure, None);
+        assert!(state.peers[2].departure.is_none());
         assert_eq!(told(&mut state, Kind::Absent, JOB), neighbours);
-        state.disconnect(2, &io::ErrorKind::UnexpectedEof.into());
+        state.disconnect(2, &io::ErrorKind::UnexpectedEof.into(), now);
         let notices = state.notices();
         let told_again = notices.iter().filter(|notice| notice.group == JOB);
         assert_eq!(told_again.count(), 0);
@@ -746,7 +840,7 @@ mod tests {
         assert!(told_in_group.map(|notice| notice.receiver).eq(neighbours));
         // Rank 1 leaves as it should.
         say_goodbye(&mut state, 1, now);
-        state.disconnect(1, &io::ErrorKind::UnexpectedEof.into());
+        state.disconnect(1, &io::ErrorKind::UnexpectedEof.into(), now);
         news(&mut state, 1);
         // That is not so of this rank.
         news(&mut state, 0);
@@ -761,14 +855,14 @@ mod tests {
         state.connect(5, now);
         state.connect(5, now);
         // An attempt that came too late does not mean anything.
-        state.record_refusal(5);
-        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(state.peers[5].departure, None);
-        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(state.peers[5].departure.as_deref(), Some(EXITED));
+        state.record_refusal(5, now);
+        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into(), now);
+        assert!(state.peers[5].departure.is_none());
+        state.disconnect(5, &io::ErrorKind::UnexpectedEof.into(), now);
+        assert_eq!(state.peers[5].departure.as_ref().unwrap().reason, EXITED);
         // There has been no connection to rank 6. It may have left as it should, and is not blamed
         // before others.
-        state.record_refusal(6);
+        state.record_refusal(6, now);
         assert_eq!(state.first_lost(7, &[6]), Some(5));
         assert!(state.peers[6].departure.is_some() && !state.lost.contains(&6));
     }

@@ -244,7 +244,8 @@ impl Links {
                 // The other rank listened before it published its address. So now it is gone, and
                 // another process may have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
-                    self.inbox.change(|state| state.record_refusal(other_rank));
+                    self.inbox
+                        .change(|state| state.record_refusal(other_rank, Instant::now()));
                     break;
                 }
             }
@@ -330,7 +331,7 @@ impl Links {
                 self.end(stream);
                 return self
                     .inbox
-                    .change(|state| state.disconnect(other_rank, &error));
+                    .change(|state| state.disconnect(other_rank, &error, Instant::now()));
             }
         }
     }
@@ -368,7 +369,8 @@ impl Links {
             // rank after the last one.
             Shutdown::Write
         } else {
-            self.inbox.change(|state| state.record_loss(rank, error));
+            self.inbox
+                .change(|state| state.record_loss(rank, error, Instant::now()));
             Shutdown::Both
         };
         for connection in lock(&self.open_connections).iter().flatten() {

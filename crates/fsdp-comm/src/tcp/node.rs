@@ -117,29 +117,32 @@ impl Node {
         &self.links.inbox
     }
 
-    /// Waits until there is a connection to a rank.
+    /// Waits until there is a connection to a rank. Returns `false` if there can be none, because
+    /// that rank has left.
     ///
     /// # Errors
-    /// The round cannot end: that rank has left or is silent, the group has failed, or the deadline
-    /// is over.
+    /// The round cannot end: that rank is silent, the group has failed, or the deadline is over.
     fn await_connection(
         &self,
         receiver: usize,
         group: u64,
         round: &Round<'_>,
-    ) -> Result<(), CommError> {
+    ) -> Result<bool, CommError> {
         while !self.links.is_connected(receiver) {
             self.links.reach(receiver);
             let state = self.inbox().lock();
             if self.links.is_connected(receiver) {
                 break;
             }
+            if state.peers[receiver].departure.is_some() {
+                return Ok(false);
+            }
             if let Some(failure) = state.failure(group, round, &[receiver], Instant::now()) {
                 return Err(failure);
             }
             drop(self.inbox().wait(state, CONNECTION_CHECK_INTERVAL));
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Writes a frame to a rank. While that rank does not read, this waits until the round cannot
@@ -203,14 +206,16 @@ impl Node {
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
-        self.await_connection(receiver, group, round)?;
-        match self.write(frame, round) {
-            Ok(()) => Ok(()),
-            Err(Some(failure)) => Err(failure),
-            // The rank is lost because of the failed write. Another one may have to be named as the
-            // first to be lost.
-            Err(None) => self.wait(group, round, |_| Err(vec![receiver])),
+        if self.await_connection(receiver, group, round)? {
+            match self.write(frame, round) {
+                Ok(()) => return Ok(()),
+                Err(Some(failure)) => return Err(failure),
+                Err(None) => {}
+            }
         }
+        // That rank has left, or is lost because of the failed write. Another one may have to be
+        // named as the first to be lost.
+        self.wait(group, round, |_| Err(vec![receiver]))
     }
 
     /// Votes in a round with all ranks of a group, and returns the result.
@@ -275,10 +280,11 @@ impl Node {
         ballots: &OutgoingFrame<impl AsRef<[u8]>>,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let connected = self.await_connection(ballots.receiver, ballots.group, round);
-        let outcome = connected
-            .map_err(Some)
-            .and_then(|()| self.write(ballots, round));
+        let outcome = match self.await_connection(ballots.receiver, ballots.group, round) {
+            Ok(true) => self.write(ballots, round),
+            Ok(false) => Ok(()),
+            Err(failure) => Err(Some(failure)),
+        };
         // If the group has failed, the vote fails next.
         if let Err(Some(failure)) = outcome
             && self.inbox().lock().peers[ballots.receiver]

@@ -2,7 +2,9 @@
 
 use std::ffi::OsStr;
 use std::io::Read;
+use std::net::TcpListener;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,13 +16,19 @@ pub(crate) const SHORT_DEADLINE: Duration = Duration::from_secs(3);
 /// A harness that waits longer than this has found a hang.
 const HANG: Duration = Duration::from_secs(60);
 
-/// Returns a port that nobody uses at the moment.
+/// Returns a port that nobody uses at the moment. It is none of those that systems choose for
+/// programs that ask for any, as the ranks of other tests do.
 pub(crate) fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port()
+    static TRIED: AtomicU32 = AtomicU32::new(0);
+    // Tests are processes of consecutive numbers, and each tries other ports first.
+    let first = std::process::id().wrapping_mul(101);
+    let ports = std::iter::repeat_with(|| {
+        let tried = TRIED.fetch_add(1, Ordering::Relaxed);
+        10_000 + (first.wrapping_add(tried) % 20_000) as u16
+    });
+    let mut ports = ports.take(20_000);
+    let free = ports.find(|&port| TcpListener::bind(("127.0.0.1", port)).is_ok());
+    free.expect("one of so many ports is free")
 }
 
 /// Processes that are killed when this is dropped.

@@ -441,13 +441,15 @@ impl World {
                     self.link(rank, from);
                 }
                 Event::Refused { from, .. } => {
-                    self.ranks[rank].state.record_refusal(from);
+                    self.ranks[rank].state.record_refusal(from, at);
                     self.waiting.remove(&(rank, from));
                 }
                 Event::End { from, .. } => {
-                    self.ranks[rank]
-                        .state
-                        .disconnect(from, &io::ErrorKind::UnexpectedEof.into());
+                    self.ranks[rank].state.disconnect(
+                        from,
+                        &io::ErrorKind::UnexpectedEof.into(),
+                        at,
+                    );
                 }
                 Event::Fault(_, RankFault::Dies(_) | RankFault::DiesBefore(_)) => self.end(rank),
                 Event::Fault(_, RankFault::Stops(_)) => {
