@@ -55,7 +55,7 @@ impl Watch<'_> {
     pub(super) fn blame(&self, call: &str, message: String) -> CommError {
         let deadline = Instant::now() + GRACE_PERIOD;
         loop {
-            if let Some(failure) = self.control.failure(&self.round) {
+            if let Some(failure) = self.group_failure() {
                 return failure;
             }
             if Instant::now() >= deadline {
@@ -68,9 +68,17 @@ impl Watch<'_> {
     /// Returns the reason that the operation cannot end, if there is one.
     pub(super) fn failure(&self) -> Option<CommError> {
         // A group of one rank can miss no other, but has a deadline too.
-        self.control.failure(&self.round).or_else(|| {
+        self.group_failure().or_else(|| {
             (Instant::now() >= self.round.deadline).then(|| self.round.timeout_error(Vec::new()))
         })
+    }
+
+    /// Returns the error that has ended the group, or that of a rank which is lost.
+    fn group_failure(&self) -> Option<CommError> {
+        // An operation may wait in the stream while a later round fails. The other ranks then abort
+        // their communicators, and with them this operation.
+        let failure = self.control.failure_in_any_round();
+        failure.or_else(|| self.control.failure(&self.round))
     }
 
     /// Waits until `is_done` returns `true`.

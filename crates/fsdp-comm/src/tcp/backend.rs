@@ -241,6 +241,13 @@ impl TcpBackend {
             .failure(self.members.id, &after_setup(round), &others)
     }
 
+    /// Returns the error that has ended the group, in whichever round.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn failure_in_any_round(&self) -> Option<CommError> {
+        let inbox = self.node.inbox().lock();
+        inbox.failure_in_any_round(self.members.id)
+    }
+
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
     /// same, but no longer than `timeout` (`None` waits without end). Returns `true` if all have; a
     /// rank that ends or stops without a word has not.
