@@ -94,6 +94,26 @@ def any_placement_on_two_dimensions_to_any(place):
 
 
 @case
+def sharded_tensors_that_change_while_they_are_saved(place):
+    line, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
+    tensor = torch.arange(5.0 * 7).reshape(5, 7)
+    state = {
+        "rows": distribute_tensor(tensor, line, [Shard(0)]),
+        "square": distribute_tensor(tensor, square, [Replicate(), Shard(1)]),
+        "one": distribute_tensor(torch.tensor([7.0]), line, [Shard(0)]),
+        "scalar": distribute_tensor(torch.tensor(3.0), line, [Replicate()]),
+    }
+    expected = {name: value.full_tensor().clone() for name, value in state.items()}
+    saving = dcp.async_save(state, storage_writer=StorageWriter(os.path.join(place, "c")))
+    for value in state.values():
+        value.to_local().zero_()
+    saving.result()
+    load(state, place)
+    for name, value in state.items():
+        assert torch.equal(value.full_tensor(), expected[name]), name
+
+
+@case
 def shards_that_are_empty(place):
     line, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
     tensor = torch.tensor([7.0])

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 import fsdp_checkpoint.torch as ours  # noqa: E402
 from fsdp_checkpoint import _native  # noqa: E402
+from fsdp_checkpoint._host import copy_to_host  # noqa: E402
 from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
@@ -212,18 +213,70 @@ def test_one_writer_saves_again_and_again(tmp_path):
     assert copy.copy(writer).path == writer.path
 
 
-def test_an_async_save_is_committed_when_its_future_is_done(tmp_path, monkeypatch):
+def change(value):
+    """Change all that can be changed in a nest of values."""
+    if isinstance(value, torch.Tensor):
+        value.detach().zero_()
+    elif isinstance(value, dict):
+        for item in value.values():
+            change(item)
+        value["later"] = 1
+    elif isinstance(value, list):
+        value.append("later")
+
+
+def test_an_async_save_is_of_the_state_that_it_was_called_with(tmp_path, monkeypatch):
     # torch wants a process group for it.
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    staged = []
+    monkeypatch.setattr(ours, "copy_to_host", lambda state: staged.append(state) or copy_to_host(state))
     try:
         saved = state()
-        dcp.async_save(saved, storage_writer=StorageWriter(tmp_path / "step-1")).result()
-        loaded = zeroed(saved)
-        dcp.load(loaded, storage_reader=StorageReader(tmp_path / "step-1"))
-        assert_same(loaded, saved)
+        future = dcp.async_save(saved, storage_writer=StorageWriter(tmp_path / "step-1"))
+        change(saved)
+        future.result()
     finally:
         torch.distributed.destroy_process_group()
+    assert len(staged) == 1
+    loaded = zeroed(state())
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "step-1"))
+    assert_same(loaded, state())
+
+
+def test_a_staged_state_is_a_copy_of_everything(tmp_path):
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    parts = {"conj": lazy, "part": torch.arange(12.0).reshape(3, 4)[:, 1:3], "parameter": torch.nn.Parameter(torch.ones(3))}
+    saved, expected = state() | of_every_dtype(1) | parts, state() | of_every_dtype(1)
+    saved["tied"] = saved["model"]["weight"]
+    staged = StorageWriter(tmp_path / "c").stage(saved)
+    assert staged["tied"] is staged["model"]["weight"] is not saved["tied"]
+    assert staged["part"].is_contiguous() and not staged["parameter"].requires_grad
+    kept = {name: staged[name].clone() for name in parts}
+    change(saved)
+    del staged["tied"]
+    for name, value in kept.items():
+        assert torch.equal(staged.pop(name), value) and value.abs().sum() > 0, name
+    for name in of_every_dtype(1):
+        assert_same_bits(staged.pop(name), expected.pop(name), name)
+    assert_same(staged, expected)
+
+
+def test_a_staged_state_keeps_what_cannot_be_saved_for_the_error_that_says_so(tmp_path):
+    kept = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta")}
+    staged = StorageWriter(tmp_path / "c").stage(kept)
+    for name, value in kept.items():
+        assert staged[name].layout == value.layout and staged[name].is_meta == value.is_meta
+        with pytest.raises(CheckpointException, match=f"`{name}` is sparse, quantized or on the meta device"):
+            dcp.save({name: value}, storage_writer=StorageWriter(tmp_path / "c"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_state_on_a_gpu_is_staged_in_pinned_memory(tmp_path):
+    saved = {"w": torch.randn(1000, 1000, device="cuda"), "part": torch.randn(8, 8, device="cuda")[:, 1:3]}
+    staged = StorageWriter(tmp_path / "c").stage(saved)
+    for name, value in staged.items():
+        assert value.is_pinned() and torch.equal(value, saved[name].cpu())
 
 
 def test_a_conjugate_that_is_not_computed_yet_is_saved_as_what_it_is(tmp_path):

@@ -40,12 +40,14 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItemType,
 )
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.autograd.graph import increment_version
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native
+from ._host import copy_to_host, has_plain_memory, host_memory
 from ._load import bytes_of, listing, opaque_error
 from ._place import Place
 from .errors import DifferenceError, UnsafeError, UsageError
@@ -154,20 +156,9 @@ class _Pieces:
 
     def __call__(self, start: int, length: int) -> np.ndarray[Any, Any]:
         """Return a copy of these bytes on the host."""
-        piece = _host_memory((length,), torch.uint8, self._bytes.device)
+        piece = host_memory((length,), torch.uint8, self._bytes.device)
         piece.copy_(self._bytes[start : start + length])
         return bytes_of(piece)
-
-
-def _host_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory of the host for copies from a device or to it: pinned for a GPU, if the host has some to pin."""
-    if device.type == "cuda":
-        try:
-            return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError:
-            # Other memory does it too, more slowly.
-            pass
-    return torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _source_of(tensor: torch.Tensor) -> np.ndarray[Any, Any] | _Pieces:
@@ -178,7 +169,7 @@ def _source_of(tensor: torch.Tensor) -> np.ndarray[Any, Any] | _Pieces:
     return bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
 
 
-class StorageWriter(_Storage, storage.StorageWriter):
+class StorageWriter(_Storage, storage.StorageWriter, AsyncStager):
     """Writes DCP checkpoints that are committed in one step, with hashes.
 
     Every rank writes one file with several threads, straight from the memory of its tensors; tensors on GPUs are copied to pinned
@@ -194,11 +185,18 @@ class StorageWriter(_Storage, storage.StorageWriter):
             and nothing else.
     """
 
+    _synchronize_after_execute = False
+    """What tells torch that a state is copied when :meth:`stage` returns."""
+
     def __init__(self, path: Place, *, overwrite: bool = True) -> None:
         super().__init__(path)
         self.overwrite = overwrite
         self._save_id = str(uuid.uuid4())
         self._staging: _native.Staging | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state on the host, in pinned memory if it is on a GPU: ``dcp.async_save`` calls this."""
+        return copy_to_host(state_dict)
 
     def storage_meta(self) -> StorageMeta:
         """Return the ``StorageMeta`` that is stored in ``.metadata``. It has the path, and an id of this save."""
@@ -252,10 +250,10 @@ class StorageWriter(_Storage, storage.StorageWriter):
             if item.tensor_data is None:
                 raise UsageError(f"the plan has no `tensor_data` for `{item.index.fqn}`")
             chunk, size = item.tensor_data.chunk, item.tensor_data.size
-            if data.layout is not torch.strided or data.is_quantized or data.is_meta:
-                raise UsageError(f"`{item.index.fqn}` is sparse, quantized or on the meta device, which this writer cannot save")
             if is_traceable_wrapper_subclass(data):
                 raise UsageError(f"`{item.index.fqn}` is a `{type(data).__name__}`, which is made of several tensors: save those")
+            if not has_plain_memory(data):
+                raise UsageError(f"`{item.index.fqn}` is sparse, quantized or on the meta device, which this writer cannot save")
             planned = item.tensor_data.properties.dtype
             if data.dtype != planned:
                 message = f"`{item.index.fqn}` is of dtype {data.dtype}, but the plan says {planned}"
@@ -355,7 +353,7 @@ class _Batch:
         # Tied weights are two keys with the same memory. Two threads must not fill it at once, so the second read gets memory of
         # its own.
         direct = direct and self._spans.add(target.data_ptr(), target.numel() * target.element_size())
-        memory = target if direct else _host_memory(tuple(item.lengths), dtype, target.device)
+        memory = target if direct else host_memory(tuple(item.lengths), dtype, target.device)
         self.staged += 0 if direct else memory.nbytes
         self._reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
         self._targets.append((item, target, memory))
