@@ -591,4 +591,26 @@ mod tests {
             assert_eq!(late.join().unwrap(), Err(error));
         });
     }
+
+    #[test]
+    fn a_rank_that_has_found_an_error_too_returns_that_of_the_first_to_give_up() {
+        let [first, second] = pair(true);
+        let short = round(Duration::from_millis(100));
+        let error = second
+            .round(&short, &BLANK, b"", Box::new(|_| Ok(None)))
+            .unwrap_err();
+        let own_error = short.rank_left_error(1, "of this test");
+        let conclude = |error: CommError| {
+            let memory = first.memory.as_ref().unwrap();
+            memory.conclude(first.member(), &after_setup(&short), 0, Err(error))
+        };
+        // The first one has not told its error yet, or never does.
+        assert_eq!(conclude(own_error.clone()), Err(own_error.clone()));
+        thread::scope(|scope| {
+            let late = scope.spawn(|| conclude(own_error));
+            thread::sleep(Duration::from_millis(50));
+            second.abort(0, &error);
+            assert_eq!(late.join().unwrap(), Err(error));
+        });
+    }
 }

@@ -231,7 +231,7 @@ impl SharedMemory {
     ///
     /// Without this, a rank could vote just after another has given up waiting for it, and continue
     /// as if nothing had happened.
-    fn conclude(
+    pub(super) fn conclude(
         &self,
         member: Member<'_>,
         round: &Round<'_>,
@@ -267,12 +267,7 @@ impl SharedMemory {
             return Ok(());
         }
         // Another rank has given up, and sends its error over the socket. Wait for that, so that
-        // all ranks return the same error, also if the deadline of this rank is over meanwhile.
-        let patient = Round {
-            deadline: round.deadline.max(Instant::now() + HEARTBEAT_TIMEOUT),
-            ..*round
-        };
-        voting?;
+        // all ranks return the same error, also if this rank has found another one meanwhile.
         let failed_rank = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let Some(&failed_rank) = member.ranks.get(failed_rank) else {
             // All ranks of the group can write the verdict, and one has written nonsense.
@@ -283,9 +278,19 @@ impl SharedMemory {
                 ),
             });
         };
-        member
-            .node
-            .wait(member.group, &patient, |_| Err(vec![failed_rank]))
+        let soon = Instant::now() + HEARTBEAT_TIMEOUT;
+        let patient = Round {
+            deadline: voting.as_ref().map_or(soon, |()| round.deadline.max(soon)),
+            ..*round
+        };
+        let told = member.node.wait(member.group, &patient, |state| {
+            let error = state.group_error(member.group, round);
+            error.ok_or_else(|| vec![failed_rank])
+        });
+        match told {
+            Ok(error) => Err(error),
+            Err(silence) => voting.and(Err(silence)),
+        }
     }
 
     /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes
