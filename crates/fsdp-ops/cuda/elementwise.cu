@@ -82,6 +82,25 @@ DEVICE void bias_forward(const T* x, const T* bias, T* y, int64_t rows, int widt
     });
 }
 
+/// Computes `y = (x + bias) + residual`, with a bias for each column, and both sums rounded: the
+/// bits of two operations. `y` may be `x`.
+template <int N, class T>
+DEVICE void bias_residual_add(const T* x, const T* bias, const T* residual, T* y, int64_t rows,
+                              int width) {
+    for_column_packs<N>(width, [&](int column) {
+        if (column >= width) return;
+        auto biases = load<N>(bias + column);
+        for_column_rows(rows, [&](int64_t row) {
+            auto values = load<N>(x + row * width + column);
+            auto residuals = load<N>(residual + row * width + column);
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                values[i] = widen(narrow<T>(values[i] + biases[i])) + residuals[i];
+            store<N>(y + row * width + column, values);
+        });
+    });
+}
+
 /// Computes the gradient of `x` in `y = f(x + bias)`, and sums it over rows, into rows of partials,
 /// for the gradient of the bias. `dx` may be `grad`.
 template <int N, class T, class F>
@@ -129,5 +148,10 @@ DEVICE void bias_backward(const T* x, const T* bias, const T* grad, T* dx, float
     KERNEL(bias_add_##T, const T* x, const T* bias, T* y, int64_t rows, int width) {              \
         BY_PACKS(packs_fit(width, x, bias, y), bias_forward, T, x, bias, y, rows, width,          \
                  Identity());                                                                     \
+    }                                                                                             \
+    KERNEL(bias_residual_add_##T, const T* x, const T* bias, const T* residual, T* y,             \
+           int64_t rows, int width) {                                                             \
+        BY_PACKS(packs_fit(width, x, bias, residual, y), bias_residual_add, T, x, bias, residual, \
+                 y, rows, width);                                                                 \
     }
 FOR_FLOATS(ELEMENTWISE)

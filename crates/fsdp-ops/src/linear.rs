@@ -8,7 +8,9 @@ use crate::add::{add, sum};
 use crate::autograd::{self, Recorded};
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
-use crate::kernels::{Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts};
+use crate::kernels::{
+    self, Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts,
+};
 use crate::operation::{Operation, WithInputs, apply, is_computed_here, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
@@ -189,6 +191,11 @@ impl<const N: usize> Recorded for LinearAdd<N> {
     }
 
     fn forward(&self) -> Result<(Storage, Shape)> {
+        if let [x, weight, bias, residual] = &self.inputs[..]
+            && kernels::run_on(x.device(), x.dtype())?
+        {
+            return launch_sum(x, weight, bias, residual);
+        }
         let (y, shape) = self.linear.forward()?;
         let (residual, residual_layout) = self.inputs[N].storage_and_layout();
         let y_layout = Layout::contiguous(shape.clone());
@@ -200,6 +207,35 @@ impl<const N: usize> Recorded for LinearAdd<N> {
         gradients.push(grad.clone());
         Ok(gradients)
     }
+}
+
+/// Computes `x * weight^T + bias + residual` on a GPU, with one launch after the product.
+fn launch_sum(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: &Tensor,
+    residual: &Tensor,
+) -> Result<(Storage, Shape)> {
+    let tensors = [x, weight, bias, residual];
+    let stored = tensors.map(Tensor::storage_and_layout);
+    let operand = |at: usize| Operand::new(&stored[at].0, stored[at].1, NAME);
+    let (x, weight, bias, residual) = (operand(0)?, operand(1)?, operand(2)?, operand(3)?);
+    let runner = Runner::new(&x);
+    let (y, shape) = launch_product(&runner, &x, &weight)?;
+    let (rows, outputs) = residual.rows_and_width();
+    runner.launch(
+        Kernel(Module::Elementwise, "bias_residual_add", Some(x.dtype)),
+        Grid::columns(rows, outputs, x.dtype),
+        &[
+            Argument::Read(&y.operand()?),
+            Argument::Read(&bias),
+            Argument::Read(&residual),
+            Argument::Write(&y),
+            Argument::Long(rows),
+            Argument::Int(outputs),
+        ],
+    )?;
+    Ok((runner.storage(y)?, shape))
 }
 
 /// A product whose result goes through GELU.
