@@ -406,13 +406,9 @@ impl Turn<'_> {
             payload: if is_inline { send } else { &[] },
         };
         let encoded = attachment.encode();
-        let agreed_call = Ballot::new(call)
-            .map_err(|message| CommError::object(call.name(), "encode", message))?;
         let ballot = Ballot {
-            // A group has far fewer ranks than this type has numbers.
-            failed_rank: fault.as_ref().map_or(NO_RANK, |_| *rank as u32),
             is_partial: !is_inline,
-            ..agreed_call
+            ..own_ballot(call, fault.as_ref(), *rank)?
         };
         let vote = Vote {
             ballot,
@@ -459,12 +455,7 @@ impl Turn<'_> {
     /// of all ranks. All ranks call this after a vote in which they were not unanimous.
     fn show_records(&self, fault: Option<Fault>) -> Result<(), CommError> {
         let name = self.call.name();
-        let record = Record {
-            call: self.call.clone(),
-            fault,
-        };
-        let encoded =
-            wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
+        let encoded = encode_record(&self.call, fault)?;
         let vote = Vote {
             ballot: Ballot::blank(),
             attachment: &encoded,
@@ -615,6 +606,30 @@ impl Turn<'_> {
         let outcome = queue(&self.current_round(), &self.call);
         self.end_round(outcome)
     }
+}
+
+/// Returns the ballot of a rank of the group for a call.
+pub(crate) fn own_ballot(
+    call: &Call,
+    fault: Option<&Fault>,
+    rank: usize,
+) -> Result<Ballot, CommError> {
+    let agreed_call =
+        Ballot::new(call).map_err(|message| CommError::object(call.name(), "encode", message))?;
+    Ok(Ballot {
+        // A group has far fewer ranks than this type has numbers.
+        failed_rank: fault.map_or(NO_RANK, |_| rank as u32),
+        ..agreed_call
+    })
+}
+
+/// Returns the record of a rank, as it shows it to others after a vote that was not unanimous.
+pub(crate) fn encode_record(call: &Call, fault: Option<Fault>) -> Result<Vec<u8>, CommError> {
+    let record = Record {
+        call: call.clone(),
+        fault,
+    };
+    wire::encode(&record).map_err(|message| CommError::object(call.name(), "encode", message))
 }
 
 /// Returns the error of ranks that are not unanimous. The attachments in `tally` are the records of

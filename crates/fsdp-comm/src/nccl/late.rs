@@ -11,12 +11,11 @@ use std::collections::VecDeque;
 
 use super::watch::OwnedRound;
 use crate::backend::{Backend as _, Round, Vote};
-use crate::ballot::{Ballot, NO_RANK};
+use crate::ballot::Ballot;
 use crate::error::CommError;
-use crate::group::difference_error;
-use crate::record::{Call, Fault, Record};
+use crate::group::{difference_error, encode_record, own_ballot};
+use crate::record::{Call, Fault};
 use crate::tcp::TcpBackend;
-use crate::wire;
 
 /// The calls whose agreements this rank has left out, in order, since all ranks last agreed.
 #[derive(Debug, Default)]
@@ -67,26 +66,15 @@ pub(super) fn agree(
     call: &Call,
     fault: Option<&Fault>,
 ) -> Result<(), CommError> {
-    let name = call.name();
     let members = control.members();
-    let agreed_call =
-        Ballot::new(call).map_err(|message| CommError::object(name, "encode", message))?;
     let vote = Vote {
-        ballot: Ballot {
-            failed_rank: fault.map_or(NO_RANK, |_| members.rank as u32),
-            ..agreed_call
-        },
+        ballot: own_ballot(call, fault, members.rank)?,
         attachment: &[],
     };
     if control.vote_late(round, &vote)?.ballot.is_unanimous() {
         return Ok(());
     }
-    let record = Record {
-        call: call.clone(),
-        fault: fault.cloned(),
-    };
-    let encoded =
-        wire::encode(&record).map_err(|message| CommError::object(name, "encode", message))?;
+    let encoded = encode_record(call, fault.cloned())?;
     let vote = Vote {
         ballot: Ballot::blank(),
         attachment: &encoded,
@@ -97,5 +85,5 @@ pub(super) fn agree(
         ..*round
     };
     let tally = control.vote_late(&records_round, &vote)?;
-    Err(difference_error(&tally, name, &members.global_ranks))
+    Err(difference_error(&tally, call.name(), &members.global_ranks))
 }
