@@ -11,7 +11,9 @@ use crate::gelu::{erf_backward, erf_forward, gelu_erf};
 use crate::kernels::{
     self, Argument, Grid, Kernel, Module, Operand, Output, Runner, columns_parts,
 };
-use crate::operation::{Operation, WithInputs, apply, is_computed_here, mismatch_error};
+use crate::operation::{
+    Operation, WithInputs, apply, check_dtypes, is_computed_here, mismatch_error,
+};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
@@ -219,7 +221,9 @@ fn launch_sum(
     let tensors = [x, weight, bias, residual];
     let stored = tensors.map(Tensor::storage_and_layout);
     let operand = |at: usize| Operand::new(&stored[at].0, stored[at].1, NAME);
-    let (x, weight, bias, residual) = (operand(0)?, operand(1)?, operand(2)?, operand(3)?);
+    let operands = [operand(0)?, operand(1)?, operand(2)?, operand(3)?];
+    check_dtypes(&operands, NAME)?;
+    let [x, weight, bias, residual] = operands;
     let runner = Runner::new(&x);
     let (y, shape) = launch_product(&runner, &x, &weight)?;
     let (rows, outputs) = residual.rows_and_width();

@@ -356,7 +356,7 @@ impl<O> ForCandle<O> {
 
 /// Checks that tensors are of one dtype, which has kernels. Memory that has been released has
 /// another.
-fn check_dtypes(operands: &[Operand<'_>], operation: &'static str) -> Result<()> {
+pub(crate) fn check_dtypes(operands: &[Operand<'_>], operation: &'static str) -> Result<()> {
     let dtype = operands[0].dtype;
     check_float(dtype, operation)?;
     match operands.iter().find(|operand| operand.dtype != dtype) {

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_checkpoint.torch import StorageReader, StorageWriter
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfOld
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -104,13 +107,19 @@ def sharded_tensors_that_change_while_they_are_saved(place):
         "scalar": distribute_tensor(torch.tensor(3.0), line, [Replicate()]),
     }
     expected = {name: value.full_tensor().clone() for name, value in state.items()}
-    saving = dcp.async_save(state, storage_writer=StorageWriter(os.path.join(place, "c")))
-    for value in state.values():
-        value.to_local().zero_()
+    # One of the first FSDP.
+    rank = dist.get_rank()
+    part = torch.full((2, 3), float(rank))
+    shard = ShardOfOld(part, ShardMetadata([2 * rank, 0], [2, 3], f"rank:{rank}/cpu"))
+    old = init_from_local_shards([shard], 2 * RANKS, 3)
+    saving = dcp.async_save(state | {"old": old}, storage_writer=StorageWriter(os.path.join(place, "c")))
+    for value in [*(value.to_local() for value in state.values()), part]:
+        value.fill_(-1)
     saving.result()
-    load(state, place)
+    load(state | {"old": old}, place)
     for name, value in state.items():
         assert torch.equal(value.full_tensor(), expected[name]), name
+    assert part.unique().tolist() == [rank]
 
 
 @case

@@ -1,5 +1,6 @@
 """The storage of torch.distributed.checkpoint, in one process."""
 
+import collections
 import copy
 import gc
 import inspect
@@ -7,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import typing
 
 import fsdp_checkpoint as fc
 import pytest
@@ -244,16 +246,27 @@ def test_an_async_save_is_of_the_state_that_it_was_called_with(tmp_path, monkeyp
     assert_same(loaded, state())
 
 
+class Pair(typing.NamedTuple):
+    tensor: torch.Tensor
+    values: list[int]
+
+
 def test_a_staged_state_is_a_copy_of_everything(tmp_path):
     lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
     parts = {"conj": lazy, "part": torch.arange(12.0).reshape(3, 4)[:, 1:3], "parameter": torch.nn.Parameter(torch.ones(3))}
     saved, expected = state() | of_every_dtype(1) | parts, state() | of_every_dtype(1)
     saved["tied"] = saved["model"]["weight"]
+    saved["classes"] = collections.OrderedDict(pair=Pair(torch.ones(2), [1]), size=torch.Size([2, 3]))
     staged = StorageWriter(tmp_path / "c").stage(saved)
     assert staged["tied"] is staged["model"]["weight"] is not saved["tied"]
     assert staged["part"].is_contiguous() and not staged["parameter"].requires_grad
+    classes = staged.pop("classes")
+    assert type(classes) is collections.OrderedDict and type(classes["size"]) is torch.Size
+    pair = classes["pair"]
     kept = {name: staged[name].clone() for name in parts}
     change(saved)
+    change(saved["classes"]["pair"]._asdict())
+    assert type(pair) is Pair and pair.tensor.tolist() == [1, 1] and pair.values == [1]
     del staged["tied"]
     for name, value in kept.items():
         assert torch.equal(staged.pop(name), value) and value.abs().sum() > 0, name
@@ -273,10 +286,11 @@ def test_a_staged_state_keeps_what_cannot_be_saved_for_the_error_that_says_so(tm
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_state_on_a_gpu_is_staged_in_pinned_memory(tmp_path):
-    saved = {"w": torch.randn(1000, 1000, device="cuda"), "part": torch.randn(8, 8, device="cuda")[:, 1:3]}
+    z = torch.randn(1000, 1000, device="cuda", dtype=torch.complex64)
+    saved = {"w": z.real.clone(), "part": z.real[:, 1:3], "conj": z.conj(), "neg": z.conj().imag}
     staged = StorageWriter(tmp_path / "c").stage(saved)
     for name, value in staged.items():
-        assert value.is_pinned() and torch.equal(value, saved[name].cpu())
+        assert value.is_pinned() and torch.equal(value, saved[name].cpu()), name
 
 
 def test_a_conjugate_that_is_not_computed_yet_is_saved_as_what_it_is(tmp_path):

@@ -21,8 +21,9 @@ use crate::stop::REQUESTS;
 
 /// The time for the other processes to end by themselves after one has failed. They usually fail
 /// because of it, and their messages say more than a signal. The process that really failed first
-/// may be among them.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
+/// may be among them. Ranks blame one that has left after a second, and need about as long to leave
+/// themselves.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The interval between two checks of the processes that ranks have started.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);

@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
 use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, wait_until};
-use crate::tcp::TcpBackend;
+use crate::tcp::{NEWS_TIMEOUT, TcpBackend};
 
 /// The round of an operation, with its name.
 #[derive(Debug, Clone)]
@@ -50,10 +50,10 @@ impl Watch<'_> {
     }
 
     /// Returns the error of a call of NCCL's that has failed: the one that names another rank, if
-    /// one is to blame. NCCL may have noticed a loss first, so this waits for up to
-    /// [`GRACE_PERIOD`].
+    /// one is to blame. NCCL may have noticed first that a rank has left, so this waits until that
+    /// rank can be blamed.
     pub(super) fn blame(&self, call: &str, message: String) -> CommError {
-        let deadline = Instant::now() + GRACE_PERIOD;
+        let deadline = Instant::now() + GRACE_PERIOD + NEWS_TIMEOUT;
         loop {
             if let Some(failure) = self.group_failure() {
                 return failure;
@@ -65,7 +65,8 @@ impl Watch<'_> {
         }
     }
 
-    /// Returns the reason that the operation cannot end, if there is one.
+    /// Returns the reason that the operation cannot end, if there is one. An operation that others
+    /// have done may still get the error of a later call, if this rank's GPU has not done it.
     pub(super) fn failure(&self) -> Option<CommError> {
         // A group of one rank can miss no other, but has a deadline too.
         self.group_failure().or_else(|| {
@@ -73,7 +74,7 @@ impl Watch<'_> {
         })
     }
 
-    /// Returns the error that has ended the group, or that of a rank which is lost.
+    /// Returns the error that has ended the group, or that of a rank which has left or is lost.
     fn group_failure(&self) -> Option<CommError> {
         // An operation may wait in the stream while a later round fails. The other ranks then abort
         // their communicators, and with them this operation.

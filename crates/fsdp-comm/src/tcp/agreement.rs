@@ -108,7 +108,8 @@ impl InboxState {
         if catches_up {
             return Ok(Next::Wait(now + CHECK_INTERVAL));
         }
-        // Step 3: give up if a rank that has left will never send what is missing.
+        // Step 3: give up if a rank that has left will never send what is missing. It is a
+        // neighbour, to which it would have told a failure before it left.
         let entered = poll.entered.unwrap_or(now);
         let senders = poll.awaited_senders(schedule);
         let mut needed: Vec<usize> = senders.map(|rank| state.ranks[rank]).collect();

@@ -26,7 +26,7 @@ const CATCH_UP_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time that the news of a failure has to come through other ranks, once this rank has noticed
 /// that one has left. That one may have left because of the failure.
-const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
@@ -576,16 +576,18 @@ impl InboxState {
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
     /// Returns `None` if none of them has left.
     fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
-        let missing_departed = missing
-            .iter()
-            .find(|&&rank| self.peers[rank].departure.is_some())?;
+        let departed = missing.iter().filter_map(|&rank| {
+            let departure = self.peers[rank].departure.as_ref()?;
+            Some((departure.noticed, rank))
+        });
+        let (_, missing_departed) = departed.min()?;
         // The rank of the group that was lost first is probably the reason why the missing one has
         // left, even if that first rank is not missing itself.
         let first_departed = self.groups.get(&group).and_then(|group| {
             let mut lost = self.lost.iter();
-            lost.find(|rank| group.ranks.contains(rank))
+            lost.find(|rank| group.ranks.contains(rank)).copied()
         });
-        Some(*first_departed.unwrap_or(missing_departed))
+        Some(first_departed.unwrap_or(missing_departed))
     }
 }
 

@@ -37,5 +37,7 @@ mod watch;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) use self::backend::TcpBackend;
 pub use self::backend::TcpOptions;
+#[cfg(feature = "nccl")]
+pub(crate) use self::inbox::NEWS_TIMEOUT;
 #[cfg(feature = "mpi")]
 pub(crate) use self::rendezvous::Participant;

@@ -24,7 +24,8 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 /// The time between two checks of a rank that catches up after its process was stopped.
 const CATCH_UP_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The longest time between two checks of a rank that waits for a connection.
+/// The longest time between two checks of a rank that waits for a connection, or for a rank that
+/// has left.
 const CONNECTION_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time after which a rank that waits for ballots connects to those that send ballots to it.
@@ -385,12 +386,17 @@ impl Node {
                 state = self.inbox().lock();
                 continue;
             }
+            // A rank that has left may be blamed soon.
+            let has_departed = |&rank: &usize| state.peers[rank].departure.is_some();
+            let longest = if missing.iter().any(has_departed) {
+                CONNECTION_CHECK_INTERVAL
+            } else {
+                HEARTBEAT_INTERVAL
+            };
             // The deadline may be over while this process catches up.
             let remaining = round.deadline.saturating_duration_since(Instant::now());
-            state = self.inbox().wait(
-                state,
-                remaining.clamp(CATCH_UP_CHECK_INTERVAL, HEARTBEAT_INTERVAL),
-            );
+            let interval = remaining.clamp(CATCH_UP_CHECK_INTERVAL, longest);
+            state = self.inbox().wait(state, interval);
         }
     }
 }

@@ -2,6 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::autograd::Parameters;
+use super::by_each_way;
+
 fn zeros(shape: &[usize]) -> Tensor {
     Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()
 }
@@ -82,6 +85,16 @@ fn dtypes_that_differ_or_are_no_floats_are_refused() {
         crate::rms_norm(&x, &double(&[4]), 1e-5),
         &["rms-norm", "F32", "F64"],
     );
+    let parameters = Parameters::new(&[x.clone(), zeros(&[3, 4]), zeros(&[2, 3])]).unwrap();
+    let [of_x, weight, residual] = &parameters.tensors[..] else {
+        unreachable!("there are three");
+    };
+    for (way, result) in
+        by_each_way(|| crate::linear_add(of_x, weight, Some(&double(&[3])), residual))
+    {
+        println!("{way}");
+        assert_refused(result, &["linear", "F32", "F64"]);
+    }
     let heads = zeros(&[1, 2, 3, 4]);
     assert_refused(
         crate::rope(&heads, &double(&[3, 2]), &double(&[3, 2])),

@@ -28,7 +28,7 @@ def host_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return ``True`` if the elements of a tensor are in memory, one like the other, and not in other tensors."""
+    """Return ``False`` for tensors that are sparse, quantized or on the meta device, or that consist of other tensors."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
     return is_plain and not is_traceable_wrapper_subclass(tensor)
 
@@ -39,42 +39,46 @@ def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
     Tensors that :func:`has_plain_memory` is not true of are not copied.
     """
     copies = _Copies()
-    copied: dict[str, Any] = copies.copy_of(state)
+    copies.add_all(state)
     copies.wait()
-    return copied
+    return copy.deepcopy(state, copies.memo)
 
 
 class _Copies:
-    """Copies of values, which go on until :meth:`wait` returns."""
+    """Copies of tensors, which go on until :meth:`wait` returns."""
 
     def __init__(self) -> None:
-        self._of_tensors: dict[int, torch.Tensor] = {}
+        self.memo: dict[int, Any] = {}
+        """The copies by the ids of their tensors, as ``copy.deepcopy`` takes them."""
+        self._tensors: list[torch.Tensor] = []
+        """The tensors, kept so that no other object gets the id of one."""
         self._devices: set[torch.device] = set()
 
-    def copy_of(self, value: Any) -> Any:
-        """Return a copy of a value. Dicts, lists and tuples of any class become plain ones, as in torch's own copies."""
+    def add_all(self, value: Any) -> None:
+        """Copy all tensors in a nest of dicts, lists and tuples; one with two names once."""
         if isinstance(value, torch.Tensor):
-            # A tensor with two names is copied once.
-            if id(value) not in self._of_tensors:
-                self._of_tensors[id(value)] = self._copy_of_tensor(value.detach())
-            return self._of_tensors[id(value)]
-        if isinstance(value, dict):
-            return {key: self.copy_of(within) for key, within in value.items()}
-        if isinstance(value, (list, tuple)):
-            copied = [self.copy_of(within) for within in value]
-            return tuple(copied) if isinstance(value, tuple) else copied
-        return copy.deepcopy(value)
+            if id(value) not in self.memo:
+                self._tensors.append(value)
+                self.memo[id(value)] = self._copy_of(value.detach())
+        elif isinstance(value, dict):
+            for within in value.values():
+                self.add_all(within)
+        elif isinstance(value, (list, tuple)):
+            for within in value:
+                self.add_all(within)
 
-    def _copy_of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             # Its part is replaced, so its own memory is never touched.
             copied = torch.empty_like(tensor, device="cpu")
-            copied._local_tensor = self._copy_of_tensor(tensor.to_local())
+            copied._local_tensor = self._copy_of(tensor.to_local())
             return copied
         if isinstance(tensor, ShardedTensor):
             return tensor.to("cpu", copy=True)
         if not has_plain_memory(tensor):
             return tensor
+        # In a copy that does not wait, torch would do this on the host before the elements have come.
+        tensor = tensor.resolve_conj().resolve_neg()
         copied = host_memory(tuple(tensor.size()), tensor.dtype, tensor.device)
         copied.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:

@@ -186,7 +186,7 @@ class StorageWriter(_Storage, storage.StorageWriter, AsyncStager):
     """
 
     _synchronize_after_execute = False
-    """What tells torch that a state is copied when :meth:`stage` returns."""
+    """Tells torch that a state is copied when :meth:`stage` returns."""
 
     def __init__(self, path: Place, *, overwrite: bool = True) -> None:
         super().__init__(path)
