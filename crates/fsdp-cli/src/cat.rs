@@ -18,7 +18,7 @@ use fsdp_tools::verify;
 use serde_json::{Value, json};
 
 use crate::failure::usage_error;
-use crate::new_file::check_free;
+use crate::new_file::{Content, NewFile};
 use crate::text::{escaped, escaped_lines, or_word};
 use crate::{inspect, keys, output};
 
@@ -272,7 +272,12 @@ impl NamedTensor<'_> {
     fn write_npy(&self, path: &Path) -> Result<()> {
         let header = npy_header(self.dtype(), &self.entry.shape)?;
         // The staged file is created beside it and renamed, so nothing that reads it sees a half.
-        check_free(path, false)?;
+        let file = NewFile {
+            path,
+            content: Content::Array,
+            overwrite: None,
+        };
+        file.check()?;
         let staging = Durable::new().prepare(path, false)?;
         let mut offset = header.len() as u64;
         let file = staging.create_single(offset + inspect::tensor_bytes(self.entry))?;

@@ -30,7 +30,7 @@ pub(crate) struct DiffArguments {
     /// Another one, of any format
     #[arg(value_name = "B")]
     second: Location,
-    /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
+    /// Largest absolute difference of two numbers that counts as equal [default: 0, bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
           value_parser = parse_not_negative)]
     tolerance: f64,

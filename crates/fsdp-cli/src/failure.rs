@@ -53,8 +53,8 @@ pub(crate) fn exists_already_error(path: &str) -> CommandError {
 pub(crate) fn not_replaceable_error(path: &str) -> CommandError {
     usage_error(
         format!(
-            "`{path}` cannot be replaced: `--overwrite` replaces a file only with a file, and a \
-             checkpoint directory only with one"
+            "`{path}` cannot be replaced: `--overwrite` replaces only checkpoints, a file with a file \
+             and a directory with a directory"
         ),
         "choose another destination, or move it away",
     )

@@ -1,41 +1,108 @@
 //! Files that commands write beside checkpoints, such as pictures and pages. Each appears only when
 //! it is complete.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use fsdp_formats::storage::Durable;
 
-use crate::failure::{CommandError, exists_already_error, not_replaceable_error};
+use crate::failure::{CommandError, usage_error};
 
-/// Checks that a file can be written to `path`: nothing is there or, with `overwrite`, a file.
-///
-/// # Errors
-/// Anything else is there.
-pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), CommandError> {
-    let Ok(metadata) = path.symlink_metadata() else {
-        return Ok(());
-    };
-    let path = path.display().to_string();
-    if !overwrite {
-        return Err(exists_already_error(&path));
+/// The content of a file that a command writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// An HTML page.
+    Page,
+    /// An SVG picture.
+    Picture,
+    /// A NumPy array.
+    Array,
+}
+
+impl Content {
+    /// Returns the words for messages.
+    const fn name(self) -> &'static str {
+        match self {
+            Content::Page => "an HTML page",
+            Content::Picture => "an SVG picture",
+            Content::Array => "a NumPy array",
+        }
     }
-    if metadata.is_file() {
-        Ok(())
-    } else {
-        Err(not_replaceable_error(&path))
+
+    /// Returns the bytes with which such files begin.
+    const fn start(self) -> &'static [u8] {
+        match self {
+            Content::Page => b"<!doctype html>",
+            Content::Picture => b"<svg",
+            Content::Array => b"\x93NUMPY",
+        }
     }
 }
 
-/// Writes a file, which appears whole or not at all.
-///
-/// # Errors
-/// Something is there that may not be replaced; the storage's errors.
-pub(crate) fn write_file(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
-    // It is written under another name first, so a reader sees all of it or nothing.
-    let staging = Durable::new().prepare(path, overwrite)?;
-    let file = staging.create_single(bytes.len() as u64)?;
-    file.write_at(0, bytes)?;
-    file.finish()?;
-    Ok(staging.commit_single()?)
+/// A file that a command is to write.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewFile<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) content: Content,
+    /// The value of `--overwrite`; `None` for a command without that option.
+    pub(crate) overwrite: Option<bool>,
+}
+
+impl NewFile<'_> {
+    /// Checks that the file can be written: nothing is there or, with `--overwrite`, a file of the
+    /// same content, or an empty one. So a mistake does not delete a checkpoint.
+    ///
+    /// # Errors
+    /// Anything else is there, or what is there cannot be read.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Ok(metadata) = self.path.symlink_metadata() else {
+            return Ok(());
+        };
+        let path = self.path.display();
+        match self.overwrite {
+            Some(true) if metadata.is_file() && self.has_same_content()? => Ok(()),
+            Some(true) => Err(not_of_content_error(&path.to_string(), self.content.name()).into()),
+            overwrite => {
+                let hint = match overwrite {
+                    Some(_) => "choose another destination; `--overwrite` replaces such a file",
+                    None => "choose another destination",
+                };
+                Err(usage_error(format!("`{path}` exists already"), hint).into())
+            }
+        }
+    }
+
+    /// Returns `true` if the file that is there begins as this one will, or is empty.
+    fn has_same_content(&self) -> Result<bool> {
+        let start = self.content.start();
+        let mut found = Vec::with_capacity(start.len());
+        File::open(self.path)
+            .and_then(|file| file.take(start.len() as u64).read_to_end(&mut found))
+            .with_context(|| format!("failed to read `{}`", self.path.display()))?;
+        Ok(found.is_empty() || found == start)
+    }
+
+    /// Writes the file, which appears whole or not at all.
+    ///
+    /// # Errors
+    /// Those of [`Self::check`], and the storage's.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
+        self.check()?;
+        // It is written under another name first, so a reader sees all of it or nothing.
+        let staging = Durable::new().prepare(self.path, self.overwrite == Some(true))?;
+        let file = staging.create_single(bytes.len() as u64)?;
+        file.write_at(0, bytes)?;
+        file.finish()?;
+        Ok(staging.commit_single()?)
+    }
+}
+
+/// Returns the error of a destination at which something else is than `--overwrite` replaces.
+pub(crate) fn not_of_content_error(path: &str, name: &str) -> CommandError {
+    usage_error(
+        format!("`{path}` cannot be replaced: it is not {name}, which `--overwrite` replaces"),
+        "choose another destination, or move it away",
+    )
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::storage::Durable;
@@ -13,7 +13,8 @@ use fsdp_layout::count_text;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde_json::{Value, json};
 
-use crate::failure::exists_already_error;
+use crate::failure::{CommandError, usage_error};
+use crate::new_file::not_of_content_error;
 use crate::output;
 use crate::progress::Progress;
 use crate::text::escaped;
@@ -66,8 +67,8 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         None if path.is_file()? => signature_location_for(path),
         None => path.join(SIGNATURE_FILE),
     };
-    if !arguments.overwrite && signature.exists()? {
-        bail!(exists_already_error(&signature.to_string()));
+    if signature.exists()? {
+        check_replaceable(&signature, arguments.overwrite)?;
     }
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.
@@ -94,6 +95,22 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         signed_line(&signed),
         escaped(&signature.to_string())
     ))
+}
+
+/// Checks that a file that is there is a signature that may be replaced, and not a checkpoint or a
+/// key.
+fn check_replaceable(signature: &Location, overwrite: bool) -> Result<(), CommandError> {
+    let place = signature.to_string();
+    if !overwrite {
+        return Err(usage_error(
+            format!("`{place}` exists already"),
+            "choose another place with `--signature`; `--overwrite` replaces a signature",
+        ));
+    }
+    match sign::read_signature(signature) {
+        Ok(content) if sign::is_signature(&content) => Ok(()),
+        _ => Err(not_of_content_error(&place, "a signature")),
+    }
 }
 
 /// Returns the default location of the signature of a `checkpoint` that is one file: in the same

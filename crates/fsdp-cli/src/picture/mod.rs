@@ -17,7 +17,7 @@ use self::files::CheckpointFiles;
 use crate::failure::nothing_selected_error;
 use crate::keys::KeyFilter;
 use crate::markup::page;
-use crate::new_file::{check_free, write_file};
+use crate::new_file::{Content, NewFile};
 use crate::output;
 use crate::parsers::one_to;
 
@@ -63,10 +63,16 @@ pub(crate) struct PictureArguments {
 /// # Errors
 /// There is no committed checkpoint, its metadata is damaged, or the file is there already.
 pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
-    let file = arguments.svg.as_ref().or(arguments.html.as_ref());
+    let picture = arguments.svg.as_ref().map(|path| (path, Content::Picture));
+    let html = arguments.html.as_ref().map(|path| (path, Content::Page));
+    let file = picture.or(html).map(|(path, content)| NewFile {
+        path,
+        content,
+        overwrite: Some(arguments.overwrite),
+    });
     // Reading a checkpoint may take long, so refuse to replace a file before that.
     if let Some(file) = file {
-        check_free(file, arguments.overwrite)?;
+        file.check()?;
     }
     let source = checkpoint::open(&arguments.path, OpenOptions::default())?;
     let keys = arguments.filter.keys(&[], None)?;
@@ -85,11 +91,11 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let max_tensors = arguments.limit.unwrap_or(FILE_LIMIT);
     let title = format!("Map of {}", checkpoint_files.path);
     // Both are one file that loads nothing, so they can be sent as they are.
-    let text = match &arguments.html {
-        Some(_) => page(&title, &drawing::page_body(&checkpoint_files, max_tensors)),
-        None => drawing::picture_file(&title, &checkpoint_files, max_tensors),
+    let text = match file.content {
+        Content::Page => page(&title, &drawing::page_body(&checkpoint_files, max_tensors)),
+        _ => drawing::picture_file(&title, &checkpoint_files, max_tensors),
     };
-    write_file(file, text.as_bytes(), arguments.overwrite)?;
-    output::print_message(&format!("wrote `{}`", file.display()));
+    file.write(text.as_bytes())?;
+    output::print_message(&format!("wrote `{}`", file.path.display()));
     Ok(())
 }

@@ -22,7 +22,7 @@ use self::cost::Machines;
 use self::report::{PlanReport, SCHEMA};
 use self::state::{JobState, OptimizerState};
 use self::twin::{JobShape, Layout};
-use super::new_file::{check_free, write_file};
+use super::new_file::{Content, NewFile};
 use super::output;
 use super::parsers::{float_type_parser, one_to};
 
@@ -86,14 +86,19 @@ pub(crate) struct PlanArguments {
 /// large, or the plot exists already.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
     let (model, state) = arguments.load_state()?;
-    if let Some(plot) = &arguments.plot {
+    let plot = arguments.plot.as_ref().map(|path| NewFile {
+        path,
+        content: Content::Picture,
+        overwrite: None,
+    });
+    if let Some(plot) = plot {
         // A large plan takes minutes, so a file that is in the way is told before.
-        check_free(plot, false)?;
+        plot.check()?;
     }
     if let Some(ranks) = arguments.ranks {
         let report = arguments.make_report(&model, &state, ranks)?;
-        if let Some(plot) = &arguments.plot {
-            write_file(plot, plot::plan_picture(&report).as_bytes(), false)?;
+        if let Some(plot) = plot {
+            plot.write(plot::plan_picture(&report).as_bytes())?;
         }
         return if arguments.json {
             output::print_json(&report.json())

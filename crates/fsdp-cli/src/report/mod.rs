@@ -17,7 +17,7 @@ use fsdp_formats::lineage::list_chain;
 use self::history::History;
 use self::metrics::Metrics;
 use crate::failure::usage_error;
-use crate::new_file::{check_free, write_file};
+use crate::new_file::{Content, NewFile};
 use crate::output;
 
 /// The metrics of all steps, a line of JSON each, in the run's directory.
@@ -57,12 +57,17 @@ pub(crate) struct ReportArguments {
 /// already.
 pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let directory = &arguments.run;
-    let file = match &arguments.html {
-        Some(file) => file,
+    let path = match &arguments.html {
+        Some(path) => path,
         None => &directory.join(PAGE),
     };
+    let file = NewFile {
+        path,
+        content: Content::Page,
+        overwrite: Some(arguments.overwrite),
+    };
     // A page that is in the way is told before the run is read.
-    check_free(file, arguments.overwrite)?;
+    file.check()?;
     // By default the checkpoints are in the run's directory too.
     let checkpoint_dir = match &arguments.checkpoint_dir {
         Some(location) => location,
@@ -79,7 +84,7 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
         ));
     }
     let page = page::run_page(&name, &metrics, &history, &checkpoints);
-    write_file(file, page.as_bytes(), arguments.overwrite)?;
-    output::print_message(&format!("wrote `{}`", file.display()));
+    file.write(page.as_bytes())?;
+    output::print_message(&format!("wrote `{}`", path.display()));
     Ok(())
 }

@@ -101,17 +101,29 @@ fn a_map_is_one_file_that_loads_nothing_and_escapes_names() {
                 && !text.contains('\u{202e}')
         );
         assert!(text.contains("prefers-color-scheme:dark"));
-        // A file that is there stays, unless it may be replaced.
-        fs::write(&file, "mine").unwrap();
-        fsdp(&["map", model, option, &file])
-            .assert()
-            .code(i32::from(exit_codes::USAGE))
-            .stderr(contains("exists"));
-        assert_eq!(fs::read_to_string(&file).unwrap(), "mine");
-        fsdp(&["map", model, option, &file, "--overwrite"])
-            .assert()
-            .success();
-        assert!(fs::read_to_string(&file).unwrap().len() > 100);
+        // A file that is there stays, unless it is one of these and may be replaced.
+        let drawn = fs::read(&file).unwrap();
+        for content in [&b"mine"[..], &fs::read(model).unwrap()] {
+            fs::write(&file, content).unwrap();
+            for overwrite in [&[][..], &["--overwrite"]] {
+                fsdp(&[&["map", model, option, &file], overwrite].concat())
+                    .assert()
+                    .code(i32::from(exit_codes::USAGE))
+                    .stderr(contains(if overwrite.is_empty() {
+                        "exists already"
+                    } else {
+                        "cannot be replaced"
+                    }));
+            }
+            assert_eq!(fs::read(&file).unwrap(), content);
+        }
+        for content in [&drawn[..15], b""] {
+            fs::write(&file, content).unwrap();
+            fsdp(&["map", model, option, &file, "--overwrite"])
+                .assert()
+                .success();
+            assert_eq!(fs::read(&file).unwrap(), drawn);
+        }
     }
 }
 

@@ -84,6 +84,19 @@ fn a_signed_checkpoint_is_verified_and_told() {
     fsdp(&["sign", &path, "--key", &key, "--overwrite"])
         .assert()
         .success();
+    // Nothing else is.
+    let own_key = directory.path().join("key.pem");
+    fs::copy(&key, &own_key).unwrap();
+    let data = Path::new(&path).join("__0_0.distcp");
+    for other in [&own_key, &data] {
+        let before = fs::read(other).unwrap();
+        let to_other = ["--signature", other.to_str().unwrap(), "--overwrite"];
+        fsdp(&[&["sign", &path, "--key", &key][..], &to_other].concat())
+            .assert()
+            .code(2)
+            .stderr(contains("it is not a signature"));
+        assert_eq!(fs::read(other).unwrap(), before);
+    }
     fsdp(&verify(&path, &signature, &public)).assert().success();
     // A copy has other files, so the signature does not go with it.
     let other = directory.path().join("other");

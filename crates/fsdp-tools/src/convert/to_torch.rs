@@ -1,11 +1,12 @@
 //! Writing one file of `torch.save`.
 
 use std::collections::HashMap;
+use std::path::Path;
 
-use fsdp_digest::BoxPlace;
+use fsdp_digest::{BoxPlace, Digest, StateDigest};
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
-    ArchiveLayout, FileIntegrity, PlannedPayload, ROOT, check_depth, check_writable,
+    ArchiveLayout, FileIntegrity, PlannedPayload, ROOT, check_copy, check_depth, check_writable,
     pickle_write as write, write_payloads, write_tensor, write_value, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
@@ -234,10 +235,61 @@ pub(super) fn write(
         rank: 0,
         ranks: 1,
     };
-    // The format has no place for digests.
-    archive.write(&conversion, None, None)?;
+    // The format has no place for digests, so they are only compared.
+    let source = conversion.source;
+    let mut sums = Sums::new();
+    let is_checked = source.digests().is_some();
+    archive.write(&conversion, None, is_checked.then_some(&mut sums))?;
+    if is_checked {
+        let written = digests_of(source, &values, &sums);
+        check_unchanged(source, conversion.staging.target(), &written)?;
+    }
     commit_file(conversion.staging, None)?;
     Ok(None)
+}
+
+/// Checks that what was written to `path` has the digests that the source has recorded, if it has
+/// any. Values of NumPy became other types, so these differ.
+pub(super) fn check_unchanged(
+    source: &dyn Checkpoint,
+    path: &Path,
+    written: &StateDigest,
+) -> Result<(), FileError> {
+    let (path, names) = match check_copy(path, source.digests(), written) {
+        Err(FileError::Digests { path, names }) => (path, names),
+        outcome => return outcome,
+    };
+    let mut differing = Vec::new();
+    for fqn in names {
+        let is_value = source.metadata().tensor(&fqn).is_none();
+        if !(is_value && holds_numpy(&source.read_value(&fqn)?)) {
+            differing.push(fqn);
+        }
+    }
+    if differing.is_empty() {
+        return Ok(());
+    }
+    Err(FileError::Digests {
+        path,
+        names: differing,
+    })
+}
+
+/// Returns the digests of all that was written, from the sums over the tensors.
+pub(super) fn digests_of(
+    source: &dyn Checkpoint,
+    values: &HashMap<String, PlainValue>,
+    sums: &Sums,
+) -> StateDigest {
+    let tensors = source.metadata().tensors().map(|(fqn, tensor)| {
+        let sum = sums.get(fqn).copied().unwrap_or_default();
+        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
+        (fqn.to_owned(), digest)
+    });
+    let values = values
+        .iter()
+        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
+    tensors.chain(values).collect()
 }
 
 /// A file of `torch.save` to be written.

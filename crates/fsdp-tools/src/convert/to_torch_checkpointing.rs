@@ -2,23 +2,18 @@
 //! with the rank's rows of the tensors and all values, and `metadata.pkl`, which tells how the
 //! tensors are cut. The library reads it on any number of ranks, through a resharder.
 
-use std::collections::HashMap;
-use std::path::Path;
-
-use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
-    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, check_copy, pickle_write, write_value,
+    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, pickle_write, write_value,
 };
 use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::PlainValue;
 use fsdp_layout::boxes::row_major_strides;
 
-use super::numpy::holds_numpy;
 use super::output::{Conversion, encode_error, unsupported};
 use super::to_safetensors::Sums;
-use super::to_torch::{Archive, read_content};
+use super::to_torch::{Archive, check_unchanged, digests_of, read_content};
 
 /// The name of the file that describes the tensors.
 const METADATA: &str = "metadata.pkl";
@@ -68,7 +63,7 @@ pub(super) fn write(
             integrity.files.insert(name, hashes);
         }
     }
-    let digests = digests(source, &values, &sums);
+    let digests = digests_of(source, &values, &sums);
     let staging = conversion.staging;
     check_unchanged(source, staging.target(), &digests)?;
     // Where the states of ranks are in files of their own, a reader may find that they are the
@@ -92,33 +87,6 @@ pub(super) fn write(
     })?;
     staging.commit(INTEGRITY_FILE, &bytes)?;
     Ok(None)
-}
-
-/// Checks that what was written to `path` has the digests that the source has recorded, if it has
-/// any. Values of NumPy became other types, so these differ.
-fn check_unchanged(
-    source: &dyn Checkpoint,
-    path: &Path,
-    written: &StateDigest,
-) -> Result<(), FileError> {
-    let (path, names) = match check_copy(path, source.digests(), written) {
-        Err(FileError::Digests { path, names }) => (path, names),
-        outcome => return outcome,
-    };
-    let mut differing = Vec::new();
-    for fqn in names {
-        let is_value = source.metadata().tensor(&fqn).is_none();
-        if !(is_value && holds_numpy(&source.read_value(&fqn)?)) {
-            differing.push(fqn);
-        }
-    }
-    if differing.is_empty() {
-        return Ok(());
-    }
-    Err(FileError::Digests {
-        path,
-        names: differing,
-    })
 }
 
 /// Returns the items: the entries of the outermost dict, if their keys can be names of items, and
@@ -201,23 +169,6 @@ fn states_of_ranks<'s>(
         .iter()
         .any(|fqn| source.metadata().tensor(fqn).is_some());
     (!has_tensors).then_some(states)
-}
-
-/// Returns the digests of all that the files have.
-fn digests(
-    source: &dyn Checkpoint,
-    values: &HashMap<String, PlainValue>,
-    sums: &Sums,
-) -> StateDigest {
-    let tensors = source.metadata().tensors().map(|(fqn, tensor)| {
-        let sum = sums.get(fqn).copied().unwrap_or_default();
-        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
-        (fqn.to_owned(), digest)
-    });
-    let values = values
-        .iter()
-        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
-    tensors.chain(values).collect()
 }
 
 /// Encodes `metadata.pkl`. Ranks and tensors that would make it too large are an error.

@@ -12,6 +12,8 @@ use super::statement::Statement;
 pub(super) const MAX_SIGNATURE_BYTES: u64 = 256 << 20;
 
 const MEDIA_TYPE: &str = "application/vnd.dev.sigstore.bundle.v0.3+json";
+/// What the media types of all bundles begin with.
+const BUNDLES: &str = "application/vnd.dev.sigstore.bundle";
 const PAYLOAD_TYPE: &str = "application/vnd.in-toto+json";
 
 #[derive(Serialize, Deserialize)]
@@ -75,6 +77,17 @@ pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<St
         }),
     };
     serde_json::to_string(&bundle).map_err(SignError::malformed)
+}
+
+/// Returns `true` if these bytes are a bundle of Sigstore's, of whatever version.
+pub(super) fn is_bundle(bytes: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Typed {
+        media_type: String,
+    }
+    let typed = serde_json::from_slice::<Typed>(bytes);
+    typed.is_ok_and(|typed| typed.media_type.starts_with(BUNDLES))
 }
 
 /// Reads a bundle, checks that its signature is the key's, and returns the statement that was

@@ -193,6 +193,12 @@ pub fn read_signature(location: &Location) -> Result<Vec<u8>, FileError> {
     CheckedDirectory::open(&parent, false, Links::Follow)?.read_checked(name, MAX_SIGNATURE_BYTES)
 }
 
+/// Returns `true` if these bytes are a signature, of whatever checkpoint and key.
+#[must_use]
+pub fn is_signature(content: &[u8]) -> bool {
+    bundle::is_bundle(content)
+}
+
 /// Returns the paths that are not signed, and neither is what lies below them.
 fn excluded_paths(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
     GIT_NAMES.into_iter().chain(options.signature)

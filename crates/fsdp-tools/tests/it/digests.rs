@@ -159,8 +159,12 @@ fn state_that_is_not_what_its_digests_say_is_found_where_all_hashes_are_right() 
     let mut expected = [state.tensors.keys().next().unwrap(), "step"];
     expected.sort_unstable();
     assert_eq!(names, expected);
-    // It is not passed on in another layout or format, where it would be hard to find.
-    for (name, format) in FORMATS {
+    // It is not passed on in another layout or format, where it would be hard to find: nor in one
+    // that has no digests of its own.
+    for (name, format) in FORMATS
+        .into_iter()
+        .chain([("torch.pt", OutputFormat::Torch)])
+    {
         let copy = directory.path().join(name);
         let error = convert(&*checkpoint, &copy, format, ConvertOptions::default()).unwrap_err();
         assert!(
@@ -378,6 +382,14 @@ fn data_that_was_changed_in_its_place_is_not_what_the_digests_say() {
     std::fs::write(&path, bytes).unwrap();
     let report = verify(&*opened(&path), Level::Deep, VerifyOptions::default()).unwrap();
     assert_eq!((report.problems.len(), report.stale_digests), (1, false));
+    let copy = directory.path().join("copy.pt");
+    let options = ConvertOptions::default();
+    let error = convert(&*opened(&path), &copy, OutputFormat::Torch, options).unwrap_err();
+    assert!(
+        matches!(&error, FileError::Digests { names, .. } if names.len() == 1),
+        "{error}"
+    );
+    assert!(!copy.exists());
 }
 
 #[test]
