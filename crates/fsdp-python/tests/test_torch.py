@@ -293,6 +293,43 @@ def test_a_state_on_a_gpu_is_staged_in_pinned_memory(tmp_path):
         assert value.is_pinned() and torch.equal(value, saved[name].cpu()), name
 
 
+def test_a_tensor_of_one_element_may_have_any_strides(tmp_path):
+    saved = {
+        "slice": torch.arange(4.0)[1::4],
+        "column": torch.arange(4.0).reshape(1, 4)[:, 3],
+        "expanded": torch.tensor(3.0).expand(1),
+        "part": torch.arange(12).reshape(3, 4)[:1, 1:2],
+    }
+    assert all(tensor.is_contiguous() for tensor in saved.values())
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path / "c"))
+    loaded = {name: torch.zeros(3, 5, dtype=tensor.dtype)[:1, ::5].reshape(tensor.shape) for name, tensor in saved.items()}
+    loaded["column"] = torch.zeros(1, 4)[:, 3]
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "c"))
+    assert_same(loaded, saved)
+
+
+def test_a_path_may_end_in_a_dot(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    for step, (path, name) in enumerate([(".", "x"), ("./.", "x"), ("../y/.", "y"), ("z/..", "x")]):
+        # The directory is another one after each save.
+        monkeypatch.chdir(tmp_path / "x")
+        dcp.save({"step": step}, storage_writer=StorageWriter(path))
+        assert fc.load(tmp_path / name, ["step"]) == {"step": step}
+
+
+def test_a_reader_lets_go_of_a_checkpoint_whose_load_fails(tmp_path):
+    dcp.save({"w": torch.ones(4)}, storage_writer=StorageWriter(tmp_path / "c"))
+    data = next((tmp_path / "c").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    reader = StorageReader(tmp_path / "c")
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": torch.zeros(4)}, storage_reader=reader)
+    # The error itself refers to it.
+    gc.collect()
+    dcp.save({"w": torch.zeros(4)}, storage_writer=StorageWriter(tmp_path / "c"))
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_a_conjugate_that_is_not_computed_yet_is_saved_as_what_it_is(tmp_path):
     lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert lazy.is_conj()

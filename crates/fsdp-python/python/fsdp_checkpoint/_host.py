@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["copy_to_host", "has_plain_memory", "host_memory"]
+__all__ = ["copy_to_host", "has_plain_memory", "host_memory", "settled"]
 
 
 def host_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -31,6 +32,11 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Return ``False`` for tensors that are sparse, quantized or on the meta device, or that consist of other tensors."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
     return is_plain and not is_traceable_wrapper_subclass(tensor)
+
+
+def settled(value: Any) -> Any:
+    """Return the tensor that a collective is computing once it is there, and anything else as it is."""
+    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value
 
 
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +74,7 @@ class _Copies:
                 self.add_all(within)
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = settled(tensor)
         if isinstance(tensor, DTensor):
             # Its part is replaced, so its own memory is never touched.
             copied = torch.empty_like(tensor, device="cpu")

@@ -248,6 +248,13 @@ def _typed_for_torch(of: str, described: Any) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a contiguous tensor on the CPU as bytes."""
+    return flat_bytes(tensor).numpy()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the bytes of a contiguous tensor."""
     import torch
 
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # A contiguous tensor of one element may have any strides, and `reshape` keeps them.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

@@ -47,8 +47,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native
-from ._host import copy_to_host, has_plain_memory, host_memory
-from ._load import bytes_of, listing, opaque_error
+from ._host import copy_to_host, has_plain_memory, host_memory, settled
+from ._load import bytes_of, flat_bytes, listing, opaque_error
 from ._place import Place
 from .errors import DifferenceError, UnsafeError, UsageError
 
@@ -120,11 +120,18 @@ def _place(plan: SavePlan, rank_plan: _RankPlan) -> SavePlan:
     return dataclasses.replace(plan, usable=_Reused(rank_plan))
 
 
+def _named(path: str) -> str:
+    """Return the same path with a name at its end, which a directory that is put in its place needs."""
+    if path and "://" not in path and os.path.basename(path) in (".", ".."):
+        return os.path.realpath(path)
+    return path
+
+
 class _Storage:
     """The path of a checkpoint: what the writer and the reader have in common."""
 
     def __init__(self, path: Place) -> None:
-        self.path = os.fsdecode(path)
+        self.path = _named(os.fsdecode(path))
 
     @property
     def checkpoint_id(self) -> str:
@@ -139,7 +146,7 @@ class _Storage:
     def _move(self, checkpoint_id: Place | None) -> None:
         """Use another path from now on, if one is given."""
         if checkpoint_id:
-            self.path = os.fsdecode(checkpoint_id)
+            self.path = _named(os.fsdecode(checkpoint_id))
 
 
 class _Pieces:
@@ -149,7 +156,7 @@ class _Pieces:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = tensor.reshape(-1).view(torch.uint8)
+        self._bytes = flat_bytes(tensor)
         if tensor.is_cuda:
             # The threads copy in other streams than the one that has computed the tensor.
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -176,8 +183,8 @@ class StorageWriter(_Storage, storage.StorageWriter, AsyncStager):
     memory in pieces of 4 MiB, and written from there. If one rank fails, the save fails on all ranks, and an existing checkpoint stays as it was. The files of the failed
     save are removed by the next save with this writer, by :meth:`reset`, or when the writer is deleted.
 
-    A value that only running code can build, such as an object of NumPy or of a class, is saved with a warning: a reader refuses
-    it, unless its ``run_pickles`` is set.
+    A value that only running code can build, such as an object of a class, is saved with a warning: a reader refuses it, unless its
+    ``run_pickles`` is set.
 
     Args:
         path: The directory of the checkpoint: a path, or the URL of an object store. Every rank must see the same storage.
@@ -242,7 +249,7 @@ class StorageWriter(_Storage, storage.StorageWriter, AsyncStager):
         # `write_rank` numbers tensors first, and then values. `indices` must have the same order.
         by_kind = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         for item in by_kind:
-            data = planner.resolve_data(item)
+            data = settled(planner.resolve_data(item))
             indices.append(item.index)
             if item.type == WriteItemType.BYTE_IO:
                 values.append((item.index.fqn, data.getvalue()))
@@ -257,7 +264,8 @@ class StorageWriter(_Storage, storage.StorageWriter, AsyncStager):
             planned = item.tensor_data.properties.dtype
             if data.dtype != planned:
                 message = f"`{item.index.fqn}` is of dtype {data.dtype}, but the plan says {planned}"
-                raise UsageError(f"{message}: a cached plan does not follow changes of dtypes")
+                hint = "a cached plan does not follow changes of dtypes, and a planner that casts must plan the new one"
+                raise UsageError(f"{message}: {hint}")
             if data.size() != chunk.sizes:
                 found, expected = tuple(data.size()), tuple(chunk.sizes)
                 raise UsageError(f"`{item.index.fqn}` has shape {found}, but the plan says {expected}")
@@ -449,8 +457,18 @@ class StorageReader(_Storage, storage.StorageReader):
         """Read everything in the plan, with several threads."""
         if self._metadata is None:
             raise UsageError("`read_data` comes after `set_up_storage_reader`")
-        stored_as = self._metadata.state_dict_metadata
-        checkpoint = self._opened()
+        try:
+            self._read(self._opened(), self._metadata, plan, planner)
+        finally:
+            # The checkpoint stays locked, and its files open, no longer than this.
+            self._checkpoint = None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, checkpoint: _native.Checkpoint, metadata: Metadata, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read everything in the plan from a checkpoint."""
+        stored_as = metadata.state_dict_metadata
         is_value = [item.type == LoadItemType.BYTE_IO for item in plan.items]
         values = [item for item, is_value in zip(plan.items, is_value) if is_value]
         # All values are decoded first: one that is refused is refused before anything has changed.
@@ -465,11 +483,6 @@ class StorageReader(_Storage, storage.StorageReader):
         batch.read()
         for item, stored in zip(values, decoded, strict=True):
             planner.load_bytes(item, io.BytesIO(stored))
-        # The checkpoint stays locked, and its files open, no longer than this.
-        self._checkpoint = None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _decode(self, checkpoint: _native.Checkpoint, name: str) -> bytes:
         """Return a value as ``torch.save`` would write it, or with ``run_pickles`` as it was written."""
