@@ -12,7 +12,7 @@ use super::statement::Statement;
 pub(super) const MAX_SIGNATURE_BYTES: u64 = 256 << 20;
 
 const MEDIA_TYPE: &str = "application/vnd.dev.sigstore.bundle.v0.3+json";
-/// What the media types of all bundles begin with.
+/// The beginning of the media types of all bundles.
 const BUNDLES: &str = "application/vnd.dev.sigstore.bundle";
 const PAYLOAD_TYPE: &str = "application/vnd.in-toto+json";
 
