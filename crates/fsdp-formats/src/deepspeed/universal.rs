@@ -5,7 +5,7 @@
 //! These are read from the model states, where they have their own dtype, and shared ones have the
 //! elements of the parameter that was trained.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use fsdp_layout::{DType, KeyPath, PathPart};
 
@@ -19,11 +19,13 @@ use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
+use crate::limits::MAX_LISTED_FILES;
 use crate::storage::backend::EntryKind;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::add_leaf;
+use crate::torch::tensor_ref::TensorRef;
 
 /// The directory of the parameters.
 const PARAMETERS_DIRECTORY: &str = "zero";
@@ -33,6 +35,13 @@ const PARAMETER_ENTRY: &str = "fp32";
 const PARAMETER_FILE: &str = "fp32.pt";
 /// The file of what the optimizer keeps besides.
 const OPTIMIZER_FILE: &str = "optimizer_state.pt";
+
+/// The moments of Adam.
+const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+/// The states of Adam.
+const ADAM_STATES: [&str; 3] = ["exp_avg", "exp_avg_sq", "step"];
+/// The states that have the shape of their parameter.
+const SHAPED_STATES: [&str; 4] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"];
 
 /// Returns `true` if this directory, with entries of these names, is a Universal Checkpoint.
 pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, FileError> {
@@ -61,21 +70,28 @@ pub fn parameter_files(location: &Location) -> Result<Vec<String>, FileError> {
 /// Opens such a directory.
 ///
 /// # Errors
-/// A parameter that the model states list, and that has no directory.
+/// A parameter that the model states list, and that has no directory; one that lacks a state that
+/// others have, or has one of another shape.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let models = read_models(&directory)?;
     let mut assembler = Assembler::new(Format::DeepSpeedUniversal, location.name(), directory);
-    let mut trained = Shapes::new();
+    let mut groups: Vec<Shapes> = Vec::new();
     // The names that share a trained parameter, by the name that it is stored under.
     let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
     if let Some(model) = models.files.first() {
         add_rest(&mut assembler, model)?;
-        trained = param_shapes(model)?.into_iter().flatten().collect();
+        groups = param_shapes(model)?;
         for (alias, stored_name) in shared_parameters(model) {
             aliases.entry(stored_name).or_default().push(alias);
         }
     }
+    let trained: Shapes = groups
+        .iter()
+        .flatten()
+        .map(|(name, shape)| (name.clone(), shape.clone()))
+        .collect();
+    let mut states = States::new();
     let parameters_directory = location.join(PARAMETERS_DIRECTORY);
     for name in parameters_directory.names()? {
         let parameter_directory = parameters_directory.join(&name);
@@ -94,9 +110,13 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         // Without a list of what was trained, everything may have been.
         if trained.is_empty() || !parameter.is_copy(&models) {
             parameter.add(&mut assembler)?;
+            if !parameter.is_empty() {
+                states.insert(name.clone(), parameter.states());
+            }
         }
     }
     add_empty(&mut assembler, &models, &trained)?;
+    check_states(assembler.directory(), &groups, &states)?;
     models.add_untrained(&mut assembler)?;
     Ok(assembler.finish(None))
 }
@@ -146,6 +166,65 @@ fn add_empty(
     Ok(())
 }
 
+/// The states of each parameter with elements: the names of its files, without `.pt`.
+type States = BTreeMap<String, BTreeSet<String>>;
+
+/// Checks that no file of a state is missing.
+///
+/// DeepSpeed flattens the parameters of a group, and the optimizer has one state for all of them.
+/// So each of them has the states of the others. Different groups may have different optimizers, or
+/// none, but Adam has the same states in all of its groups.
+///
+/// # Errors
+/// A parameter that lacks a state.
+fn check_states(
+    directory: &CheckedDirectory,
+    groups: &[Shapes],
+    states: &States,
+) -> Result<(), FileError> {
+    let mut missing_files = BTreeSet::new();
+    for group in groups {
+        let parameters: Vec<(&String, &BTreeSet<String>)> = group
+            .keys()
+            .filter_map(|name| states.get_key_value(name))
+            .collect();
+        missing_files.extend(missing_states(&parameters, |_| true));
+    }
+    let of_adam: Vec<(&String, &BTreeSet<String>)> = states
+        .iter()
+        .filter(|(_, entries)| MOMENTS.iter().any(|moment| entries.contains(*moment)))
+        .collect();
+    missing_files.extend(missing_states(&of_adam, |entry| {
+        ADAM_STATES.contains(&entry)
+    }));
+    directory.check_missing(missing_files)
+}
+
+/// Returns the files of states that some of these parameters have and others lack, or as many of
+/// them as an error names. Only states for which `is_compared` returns `true` count.
+fn missing_states(
+    parameters: &[(&String, &BTreeSet<String>)],
+    is_compared: impl Fn(&str) -> bool,
+) -> Vec<String> {
+    let expected: BTreeSet<&String> = parameters
+        .iter()
+        .flat_map(|(_, entries)| entries.iter())
+        .filter(|entry| is_compared(entry))
+        .collect();
+    let mut missing_files = Vec::new();
+    for (name, entries) in parameters {
+        for entry in &expected {
+            if !entries.contains(*entry) {
+                missing_files.push(format!("{PARAMETERS_DIRECTORY}/{name}/{entry}.pt"));
+            }
+            if missing_files.len() == MAX_LISTED_FILES {
+                return missing_files;
+            }
+        }
+    }
+    missing_files
+}
+
 /// Adds what the optimizer keeps besides the tensors of parameters. ZeRO 3 also leaves one rank's
 /// flat tensors there, which say nothing without those of the others.
 fn add_optimizer(assembler: &mut Assembler) -> Result<(), FileError> {
@@ -188,15 +267,32 @@ impl Parameter<'_> {
         self.shape.is_none() && self.files == [PARAMETER_FILE] && models.has(self.name)
     }
 
+    /// Returns `true` if the parameter has no elements, and so no state either.
+    fn is_empty(&self) -> bool {
+        self.shape.is_some_and(|shape| shape.contains(&0))
+    }
+
+    /// Returns the names of its states.
+    fn states(&self) -> BTreeSet<String> {
+        self.files
+            .iter()
+            .filter_map(|file| file.strip_suffix(".pt"))
+            .filter(|entry| *entry != PARAMETER_ENTRY)
+            .map(str::to_owned)
+            .collect()
+    }
+
     /// Adds the tensors of the parameter, its own elements also under the names that share it.
     ///
     /// # Errors
-    /// There is no `fp32.pt`; a file has no tensor.
+    /// There is no `fp32.pt`; a file has no tensor; a moment has another shape.
     fn add(&self, assembler: &mut Assembler) -> Result<(), FileError> {
         if !self.files.iter().any(|file| file == PARAMETER_FILE) {
             let missing_file = format!("{PARAMETERS_DIRECTORY}/{}/{PARAMETER_FILE}", self.name);
             assembler.directory().check_missing([missing_file])?;
         }
+        // The shapes of the parameter and of the states that have its shape.
+        let mut shapes = Vec::new();
         for file in &self.files {
             let Some(entry) = file.strip_suffix(".pt") else {
                 continue;
@@ -207,6 +303,12 @@ impl Parameter<'_> {
             // ZeRO 3, lies there by itself.
             let tensor_leaf = flat.found.get("param").or_else(|| flat.found.get(""));
             let (_, leaf) = tensor_leaf.ok_or_else(|| flat.malformed("it holds no `param`"))?;
+            if let Leaf::Tensor(tensor, _) = leaf
+                && (entry == PARAMETER_ENTRY || SHAPED_STATES.contains(&entry))
+            {
+                let shape = self.unflattened(tensor).unwrap_or(&tensor.shape);
+                shapes.push((entry, shape.to_vec()));
+            }
             if entry != PARAMETER_ENTRY {
                 self.add_leaf(assembler, &flat, &state_path(self.name, entry), leaf)?;
                 continue;
@@ -215,7 +317,34 @@ impl Parameter<'_> {
                 self.add_leaf(assembler, &flat, &model_path(name), leaf)?;
             }
         }
+        self.check_shapes(&shapes)
+    }
+
+    /// Checks that all of these shapes are that of the parameter, which is one of them. Each comes
+    /// with the name of its file, without `.pt`.
+    fn check_shapes(&self, shapes: &[(&str, Vec<usize>)]) -> Result<(), FileError> {
+        let own = shapes.iter().find(|(entry, _)| *entry == PARAMETER_ENTRY);
+        let Some((_, own_shape)) = own else {
+            return Ok(());
+        };
+        for (entry, shape) in shapes {
+            if shape != own_shape {
+                return Err(FileError::Differing {
+                    fqn: state_path(self.name, entry).flat_key(),
+                    what: format!("has the shape {shape:?}, and its parameter {own_shape:?}"),
+                    first: format!("{PARAMETERS_DIRECTORY}/{}/{PARAMETER_FILE}", self.name),
+                    second: format!("{PARAMETERS_DIRECTORY}/{}/{entry}.pt", self.name),
+                });
+            }
+        }
         Ok(())
+    }
+
+    /// Returns the shape of the parameter for a tensor that lies flat in its file; `None` for any
+    /// other tensor.
+    fn unflattened(&self, tensor: &TensorRef) -> Option<&[usize]> {
+        self.shape
+            .filter(|shape| shape.len() != 1 && tensor.shape == [shape.iter().product::<usize>()])
     }
 
     /// Adds a tensor or value. A tensor that lies flat in its file, as those of ZeRO 3 do, gets the
@@ -227,9 +356,8 @@ impl Parameter<'_> {
         path: &KeyPath,
         leaf: &Leaf,
     ) -> Result<(), FileError> {
-        if let (Leaf::Tensor(tensor, None), Some(shape)) = (leaf, self.shape)
-            && shape.len() != 1
-            && tensor.shape == [shape.iter().product::<usize>()]
+        if let Leaf::Tensor(tensor, None) = leaf
+            && let Some(shape) = self.unflattened(tensor)
         {
             let pieces = flat.pieces(tensor, 0, shape, 0..tensor.shape[0])?;
             return assembler.add_tensor(path, &flat.name, tensor.dtype, shape, pieces);

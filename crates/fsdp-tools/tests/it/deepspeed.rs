@@ -1,10 +1,12 @@
 //! DeepSpeed's ZeRO 1 to 3, and its Universal Checkpoint.
 
+use std::path::{Path, PathBuf};
+
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format};
 use fsdp_formats::internals::encode_value;
 use fsdp_layout::with_causes;
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{Rename, View};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
@@ -133,6 +135,127 @@ fn a_missing_directory_of_a_trained_parameter_is_named() {
     ));
 }
 
+/// Copies a fixture into a directory of this name.
+fn copied(parent: &TempDir, name: &str, fixture_name: &str) -> PathBuf {
+    let path = parent.path().join(name);
+    copy(&fixture(fixture_name), &path);
+    path
+}
+
+/// Asserts that exactly these files are missing.
+fn assert_lacks(path: &Path, missing: &[&str]) {
+    let error = refused(path);
+    assert_eq!(error.kind(), ErrorKind::Incomplete, "{missing:?}: {error}");
+    match error {
+        FileError::MissingFiles { files, .. } => assert_eq!(files, missing),
+        other => panic!("{missing:?}: {other}"),
+    }
+}
+
+#[test]
+fn a_missing_state_of_a_parameter_is_an_error_that_names_its_file() {
+    let parent = TempDir::new().unwrap();
+    let cases: [(&str, &[&str]); 7] = [
+        ("deepspeed/universal", &["zero/embed.weight/exp_avg.pt"]),
+        ("deepspeed/universal", &["zero/embed.weight/exp_avg_sq.pt"]),
+        ("deepspeed/universal", &["zero/layers.0.attn.bias/step.pt"]),
+        ("deepspeed_run/universal1", &["zero/middle.bias/step.pt"]),
+        ("deepspeed_run/universal3", &["zero/middle.bias/exp_avg.pt"]),
+        // All states of one parameter of a group.
+        (
+            "deepspeed/universal",
+            &[
+                "zero/norm.weight/exp_avg.pt",
+                "zero/norm.weight/exp_avg_sq.pt",
+                "zero/norm.weight/step.pt",
+            ],
+        ),
+        // One state of all parameters of a group.
+        (
+            "deepspeed/universal",
+            &[
+                "zero/layers.0.attn.bias/exp_avg.pt",
+                "zero/layers.1.attn.bias/exp_avg.pt",
+                "zero/norm.weight/exp_avg.pt",
+            ],
+        ),
+    ];
+    for (number, (name, files)) in cases.into_iter().enumerate() {
+        let path = copied(&parent, &number.to_string(), name);
+        for file in files {
+            std::fs::remove_file(path.join(file)).unwrap();
+        }
+        assert_lacks(&path, files);
+    }
+}
+
+#[test]
+fn groups_of_parameters_may_have_other_states_or_none() {
+    let parent = TempDir::new().unwrap();
+    let path = copied(&parent, "muon", "deepspeed/universal");
+    // The first group has momentum in place of Adam's states.
+    for name in ["embed", "layers.0.attn", "layers.1.attn", "head"] {
+        let parameter = path.join(format!("zero/{name}.weight"));
+        std::fs::rename(
+            parameter.join("exp_avg.pt"),
+            parameter.join("momentum_buffer.pt"),
+        )
+        .unwrap();
+        std::fs::remove_file(parameter.join("exp_avg_sq.pt")).unwrap();
+        std::fs::remove_file(parameter.join("step.pt")).unwrap();
+    }
+    let key = "optim.state.embed.weight.momentum_buffer";
+    assert!(opened(&path).metadata().tensor(key).is_some());
+    let file = "zero/embed.weight/momentum_buffer.pt";
+    std::fs::remove_file(path.join(file)).unwrap();
+    assert_lacks(&path, &[file]);
+    // The second group has no optimizer.
+    let path = copied(&parent, "half", "deepspeed/universal");
+    for name in ["layers.0.attn.bias", "layers.1.attn.bias", "norm.weight"] {
+        for state in ["exp_avg", "exp_avg_sq", "step"] {
+            std::fs::remove_file(path.join(format!("zero/{name}/{state}.pt"))).unwrap();
+        }
+    }
+    let checkpoint = opened(&path);
+    assert!(checkpoint.metadata().tensor("model.norm.weight").is_some());
+    let key = "optim.state.embed.weight.exp_avg";
+    assert!(checkpoint.metadata().tensor(key).is_some());
+}
+
+#[test]
+fn a_moment_of_another_shape_than_its_parameter_is_an_error_that_names_both_files() {
+    let parent = TempDir::new().unwrap();
+    for (name, from) in [
+        ("deepspeed/universal", "norm.weight"),
+        ("deepspeed_run/universal1", "middle.weight"),
+        ("deepspeed_run/universal3", "middle.weight"),
+    ] {
+        let path = copied(&parent, name, name);
+        let zero = path.join("zero");
+        std::fs::copy(
+            zero.join(from).join("exp_avg_sq.pt"),
+            zero.join("embed.weight/exp_avg_sq.pt"),
+        )
+        .unwrap();
+        let error = refused(&path);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error}");
+        match error {
+            FileError::Differing {
+                fqn, first, second, ..
+            } => assert_eq!(
+                [fqn.as_str(), first.as_str(), second.as_str()],
+                [
+                    "optim.state.embed.weight.exp_avg_sq",
+                    "zero/embed.weight/fp32.pt",
+                    "zero/embed.weight/exp_avg_sq.pt"
+                ],
+                "{name}"
+            ),
+            other => panic!("{name}: {other}"),
+        }
+    }
+}
+
 #[test]
 fn shards_of_every_stage_make_the_fp32_parameters_and_moments() {
     for (name, format) in [
@@ -193,7 +316,7 @@ fn dict<K: Into<PlainValue>>(items: Vec<(K, PlainValue)>) -> PlainValue {
 /// Writes the shards of ZeRO 2 of one rank: a flat tensor of parameters of these shapes, a moment
 /// like it, and the trainer's values.
 fn write_zero2(
-    path: &std::path::Path,
+    path: &Path,
     flat: &PlainTensor,
     shapes: Vec<(&str, Vec<i64>)>,
     moment: &PlainTensor,
