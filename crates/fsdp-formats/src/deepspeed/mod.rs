@@ -20,7 +20,10 @@
 //! | `optim.state.NAME.exp_avg` and its like | the optimizer's state, cut as the parameter is |
 //! | `optim.param_groups…`, `optim.…` | the optimizer's other values, of the first rank |
 //! | any other | the values in the file of model states, of the first rank |
+//!
+//! The steps and hyperparameters in the files of all ranks are compared.
 
+mod alike;
 mod flat;
 mod names;
 mod state;

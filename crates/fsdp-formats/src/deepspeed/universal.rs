@@ -135,10 +135,12 @@ fn read_models(directory: &CheckedDirectory) -> Result<ModelFiles, FileError> {
     if let Some(&rank) = last_rank {
         check_ranks(directory, &files, rank + 1, MODEL_END)?;
     }
-    Ok(ModelFiles {
+    let models = ModelFiles {
         files: files.into_values().collect(),
         are_cut,
-    })
+    };
+    models.check_step(directory)?;
+    Ok(models)
 }
 
 /// Adds trained parameters without elements, which have no files.

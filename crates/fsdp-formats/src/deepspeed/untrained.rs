@@ -5,9 +5,11 @@ use std::collections::{HashMap, HashSet};
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
+use super::alike::check_alike;
 use super::state::{model_path, shapes_below, shared_parameters};
 use crate::error::FileError;
 use crate::formats::assembled::{Assembler, Held};
+use crate::storage::checked_directory::CheckedDirectory;
 use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::add_leaf;
 
@@ -27,6 +29,15 @@ pub(super) struct ModelFiles {
 }
 
 impl ModelFiles {
+    /// Checks that all files are of the same step of the training.
+    pub(super) fn check_step(&self, directory: &CheckedDirectory) -> Result<(), FileError> {
+        check_alike(
+            directory,
+            &self.files,
+            |path| matches!(&path.0[..], [PathPart::Key(key)] if key == "global_steps"),
+        )
+    }
+
     /// Returns `true` if the model's state dict has something of this name.
     pub(super) fn has(&self, name: &str) -> bool {
         let mut files = self.files.iter();

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, count_text};
 
+use super::alike::check_alike;
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
 use super::state::{
     Shapes, add_rest, model_path, param_shapes, read_states, shared_parameters, state_path,
@@ -36,6 +37,33 @@ pub(super) const LAYOUT_KEYS: [&str; 6] = [
     "partition_count",
     "zero_stage",
     "ds_zero_partition_groups",
+];
+
+/// The key of the groups of parameters in the state of an optimizer.
+const PARAM_GROUPS: &str = "param_groups";
+
+/// The name of a count of steps, in a state or in a group of parameters.
+const STEP: &str = "step";
+
+/// The key of the count of steps beside a state without paddings.
+const STEP_BESIDE_STATE: &str = "base_optimizer_state_step";
+
+/// The values of a group of parameters that are the same on all ranks. An optimizer may keep others
+/// there that it computes from the rank's own elements, as Prodigy does.
+const HYPERPARAMETERS: [&str; 13] = [
+    "alpha",
+    "amsgrad",
+    "betas",
+    "dampening",
+    "eps",
+    "initial_lr",
+    "lr",
+    "maximize",
+    "momentum",
+    "nesterov",
+    "rho",
+    STEP,
+    "weight_decay",
 ];
 
 /// A parameter, and where its parts lie.
@@ -78,7 +106,8 @@ struct Shards {
 /// Opens a directory of such shards.
 ///
 /// # Errors
-/// Files that are missing, or are of another save; shapes that the flat tensors do not fit.
+/// Files that are missing, or are of another save; shapes that the flat tensors do not fit; steps
+/// or hyperparameters that differ between ranks.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let shards = Shards::read(&directory)?;
@@ -91,6 +120,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     } else {
         shards.cut_groups(&groups)?
     };
+    shards.check_alike(assembler.directory())?;
     let ranks = shards.optimizer_files.iter();
     let states: Vec<States<'_>> = ranks.map(|rank| shards.states_of_rank(rank)).collect();
     for (name, parameter) in &parameters {
@@ -178,6 +208,15 @@ impl Shards {
     /// Returns `true` for ZeRO 3, which cuts each parameter over the ranks.
     fn is_zero3(&self) -> bool {
         self.models.are_cut
+    }
+
+    /// Checks that the files of all ranks have the same steps and hyperparameters.
+    fn check_alike(&self, directory: &CheckedDirectory) -> Result<(), FileError> {
+        self.models.check_step(directory)?;
+        let container = self.state_container();
+        check_alike(directory, &self.optimizer_files, |path| {
+            is_alike(path, container)
+        })
     }
 
     /// Returns the key of the flat tensor of a group.
@@ -466,13 +505,17 @@ impl Shards {
 
     /// Returns the key of the state of the optimizer that DeepSpeed wraps.
     fn state_key(&self) -> String {
-        // ZeRO 1 and 2 put the wrapped optimizer's state below a key of its own.
-        let container = if self.is_zero3() {
+        format!("{ROOT}.{}", self.state_container())
+    }
+
+    /// Returns the last part of that key. ZeRO 1 and 2 put the wrapped optimizer's state below a
+    /// key of its own.
+    fn state_container(&self) -> &'static str {
+        if self.is_zero3() {
             ROOT
         } else {
             "base_optimizer_state"
-        };
-        format!("{ROOT}.{container}")
+        }
     }
 
     /// Adds the values of the first rank's optimizer that are not about how parameters lie.
@@ -500,6 +543,32 @@ impl Shards {
             add_leaf(assembler, file, &KeyPath(parts), leaf)?;
         }
         Ok(())
+    }
+}
+
+/// Returns `true` for the path of a step or a hyperparameter in a rank's file. `container` is where
+/// the state of the optimizer is that DeepSpeed wraps.
+fn is_alike(path: &KeyPath, container: &str) -> bool {
+    let [PathPart::Key(root), PathPart::Key(key), below @ ..] = &path.0[..] else {
+        return false;
+    };
+    if root != ROOT {
+        return false;
+    }
+    match below {
+        [] => key == STEP_BESIDE_STATE,
+        [
+            PathPart::Key(groups),
+            PathPart::Index(_),
+            PathPart::Key(entry),
+        ] if key == container && groups == PARAM_GROUPS => {
+            HYPERPARAMETERS.contains(&entry.as_str())
+        }
+        // The states are in a list, or in a dict below a key of their own.
+        [_, PathPart::Key(entry)] | [_, _, PathPart::Key(entry)] => {
+            key == container && entry == STEP
+        }
+        _ => false,
     }
 }
 

@@ -11,7 +11,7 @@ use fsdp_tools::convert::{Rename, View};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
-use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
+use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused, replace};
 
 fn deepspeed(name: &str) -> Box<dyn Checkpoint> {
     opened(&fixture("deepspeed").join(name))
@@ -592,4 +592,88 @@ fn hidden_files_are_no_shards_and_shards_of_two_saves_are_refused() {
     let other = path.join(format!("bf16_{shard}"));
     std::fs::copy(path.join(shard), other).unwrap();
     assert!(with_causes(&refused(&path)).contains("files of two saves"));
+}
+
+/// Returns the bytes of a float in a pickle.
+fn pickled(number: f64) -> Vec<u8> {
+    [b"G".as_slice(), &number.to_be_bytes()].concat()
+}
+
+/// Replaces the first small integer behind the first place of a name in a file of torch.
+fn replace_integer(path: &Path, name: &str, old: u8, new: u8) {
+    let bytes = std::fs::read(path).unwrap();
+    let find = |start: usize, part: &[u8]| {
+        let mut windows = bytes[start..].windows(part.len());
+        start + windows.position(|window| window == part).unwrap()
+    };
+    let start = find(0, name.as_bytes());
+    let end = find(start, &[b'K', old]) + 2;
+    let mut changed = bytes[start..end].to_vec();
+    *changed.last_mut().unwrap() = new;
+    replace(path, &bytes[start..end], &changed);
+}
+
+/// Asserts that the files of the first two ranks, which end like this, differ in a value.
+fn assert_differ(path: &Path, key: &str, end: &str) {
+    let error = refused(path);
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{key}: {error}");
+    match error {
+        FileError::Differing {
+            fqn, first, second, ..
+        } => {
+            let name = |rank: u8| format!("zero_pp_rank_{rank}_mp_rank_00_{end}_states.pt");
+            assert_eq!([fqn, first, second], [key.to_owned(), name(0), name(1)]);
+        }
+        other => panic!("{key}: {other}"),
+    }
+}
+
+#[test]
+fn steps_and_hyperparameters_that_differ_between_ranks_are_errors_that_name_both_files() {
+    let parent = TempDir::new().unwrap();
+    let optimizer = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
+    for (name, state) in [
+        ("zero2", "optimizer_state_dict.base_optimizer_state"),
+        ("zero3", "optimizer_state_dict.optimizer_state_dict"),
+    ] {
+        let from = format!("deepspeed/{name}");
+        let path = copied(&parent, &format!("{name}-step"), &from);
+        replace(
+            &path.join(optimizer),
+            &20f32.to_le_bytes(),
+            &10f32.to_le_bytes(),
+        );
+        assert_differ(&path, &format!("{state}.state.0.step"), "optim");
+        let path = copied(&parent, &format!("{name}-rate"), &from);
+        replace(&path.join(optimizer), &pickled(0.001), &pickled(0.5));
+        assert_differ(&path, &format!("{state}.param_groups.0.lr"), "optim");
+    }
+    let path = copied(&parent, "zero1", "deepspeed/zero1_elastic");
+    let key = "base_optimizer_state_step";
+    replace_integer(&path.join(optimizer), key, 20, 10);
+    assert_differ(&path, &format!("optimizer_state_dict.{key}"), "optim");
+    let path = copied(&parent, "model", "deepspeed/zero3");
+    let model = "zero_pp_rank_1_mp_rank_00_model_states.pt";
+    replace_integer(&path.join(model), "global_steps", 20, 10);
+    assert_differ(&path, "global_steps", "model");
+    let path = copied(&parent, "universal", "deepspeed_run/universal3");
+    replace_integer(&path.join(model), "global_steps", 2, 1);
+    assert_differ(&path, "global_steps", "model");
+}
+
+#[test]
+fn values_that_an_optimizer_computes_on_each_rank_may_differ() {
+    let parent = TempDir::new().unwrap();
+    let path = copied(&parent, "zero2", "deepspeed/zero2");
+    let file = |rank: u8| path.join(format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"));
+    for rank in 0..3 {
+        replace(&file(rank), b"X\x03\0\0\0eps", b"X\x03\0\0\0own");
+    }
+    replace(&file(1), &pickled(1e-8), &pickled(2e-8));
+    assert_eq!(
+        opened(&path)
+            .read_value("optim.param_groups.0.own")
+            .unwrap(),
+        PlainValue::Float(1e-8)
+    );
 }
