@@ -45,6 +45,9 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 type OpenPart<'o> = &'o dyn Fn(&Location, OpenOptions) -> Result<Box<dyn Checkpoint>, FileError>;
 
 /// Opens a trainer's folder; `open_part` opens the checkpoints in it.
+///
+/// # Errors
+/// A part that is missing between others of its series; those of the parts.
 pub(crate) fn open(
     location: &Location,
     names: &[String],
@@ -52,6 +55,7 @@ pub(crate) fn open(
     open_part: OpenPart<'_>,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Follow)?;
+    directory.check_missing(names::missing_parts(names))?;
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
     let mut parts = names::find_parts(names, rank_files::is_there(names));
     if let Some(path) = shards::find_directory(location, names)? {

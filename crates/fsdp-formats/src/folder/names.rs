@@ -1,5 +1,9 @@
 //! The names that trainers give to the parts of a checkpoint.
 
+use std::collections::BTreeSet;
+
+use crate::limits::MAX_LISTED_FILES;
+
 /// A part of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FolderPart {
@@ -56,6 +60,20 @@ const NUMBERED: [(&str, &str, &[&str]); 11] = [
     ("dl_state_dict_", ".bin", &["dl_state_dict_"]),
     ("custom_checkpoint_", ".pkl", &["custom_checkpoint_"]),
     ("model_", ".safetensors", &["model_"]),
+];
+
+/// The numbered parts of which there is every one from the first to the last: the text before the
+/// number, the extension after it, and the name of the first. Data loaders are not among them,
+/// because some of several may have no state.
+const SERIES: [(&str, &str, &str); 8] = [
+    ("rng_state_", ".pth", "rng_state_0.pth"),
+    ("random_states_", ".pkl", "random_states_0.pkl"),
+    ("custom_checkpoint_", ".pkl", "custom_checkpoint_0.pkl"),
+    ("pytorch_model_fsdp_", "", "pytorch_model_fsdp_0"),
+    ("pytorch_model_fsdp_", ".bin", "pytorch_model_fsdp.bin"),
+    ("optimizer_", "", "optimizer_0"),
+    ("optimizer_", ".bin", "optimizer.bin"),
+    ("scheduler_", ".bin", "scheduler.bin"),
 ];
 
 /// The files by which the model of a folder is found, and the way to read it, the best one first.
@@ -157,6 +175,28 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     parts
 }
 
+/// Returns the names of parts that a folder with these names lacks: those of the numbers before the
+/// largest one of a series, or as many of them as an error names.
+pub(super) fn missing_parts(names: &[String]) -> Vec<String> {
+    let mut missing = Vec::new();
+    for (start, end, first) in SERIES {
+        let mut numbers: BTreeSet<usize> = names
+            .iter()
+            .filter_map(|name| digits_between(name, start, end)?.parse().ok())
+            .collect();
+        if names.iter().any(|name| name == first) {
+            numbers.insert(0);
+        }
+        let largest = numbers.last().copied().unwrap_or(0);
+        let gaps = (0..largest).filter(|number| !numbers.contains(number));
+        missing.extend(gaps.take(MAX_LISTED_FILES).map(|number| match number {
+            0 => first.to_owned(),
+            number => format!("{start}{number}{end}"),
+        }));
+    }
+    missing
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,5 +269,33 @@ mod tests {
             described_parts(&["rng_state_x.pth", "rng_state_.pth", "optimizer_999999999"]),
             [""; 0]
         );
+    }
+
+    #[test]
+    fn gaps_in_the_numbers_of_parts_are_found() {
+        let cases: [(&[&str], &[&str]); 8] = [
+            (&["random_states_0.pkl", "random_states_1.pkl"], &[]),
+            (&["random_states_1.pkl"], &["random_states_0.pkl"]),
+            (
+                &["rng_state_0.pth", "rng_state_3.pth"],
+                &["rng_state_1.pth", "rng_state_2.pth"],
+            ),
+            // The number of the first is left out in some names.
+            (&["optimizer.bin", "optimizer_1.bin"], &[]),
+            (&["scheduler_1.bin"], &["scheduler.bin"]),
+            (
+                &["optimizer_0", "optimizer_2", "pytorch_model_fsdp_1"],
+                &["pytorch_model_fsdp_0", "optimizer_1"],
+            ),
+            // A data loader may have no state.
+            (&["sampler_1.bin", "dl_state_dict_2.bin"], &[]),
+            (&["model.safetensors", "rng_state.pth"], &[]),
+        ];
+        for (names, missing) in cases {
+            let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+            assert_eq!(missing_parts(&names), missing, "{names:?}");
+        }
+        let names = ["rng_state_9999999.pth".to_owned()];
+        assert_eq!(missing_parts(&names).len(), MAX_LISTED_FILES);
     }
 }

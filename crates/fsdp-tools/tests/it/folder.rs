@@ -290,6 +290,57 @@ fn damage_in_a_part_of_a_folder_is_found_with_its_key_and_its_file() {
 }
 
 #[test]
+fn a_gap_in_the_numbers_of_parts_is_an_error_that_names_the_missing_files() {
+    let parent = tempfile::tempdir().unwrap();
+    let cases: [(&str, &str, &[&str], &[&str]); 4] = [
+        (
+            "accelerate",
+            "random_states_0.pkl",
+            &["random_states_1.pkl"],
+            &["random_states_0.pkl"],
+        ),
+        (
+            "accelerate_full",
+            "random_states_0.pkl",
+            &["random_states_2.pkl"],
+            &["random_states_0.pkl"],
+        ),
+        (
+            "accelerate_full",
+            "scheduler.bin",
+            &["scheduler_2.bin"],
+            &["scheduler.bin", "scheduler_1.bin"],
+        ),
+        (
+            "trainer",
+            "rng_state.pth",
+            &["rng_state_0.pth", "rng_state_3.pth"],
+            &["rng_state_1.pth", "rng_state_2.pth"],
+        ),
+    ];
+    for (number, (name, file, numbered, missing)) in cases.into_iter().enumerate() {
+        let to = parent.path().join(number.to_string());
+        copy(&fixture("folders").join(name), &to);
+        let bytes = std::fs::read(to.join(file)).unwrap();
+        std::fs::remove_file(to.join(file)).unwrap();
+        for numbered_file in numbered {
+            std::fs::write(to.join(numbered_file), &bytes).unwrap();
+        }
+        let error = refused(&to);
+        assert_eq!(error.kind(), ErrorKind::Incomplete, "{missing:?}: {error}");
+        match error {
+            FileError::MissingFiles { files, .. } => assert_eq!(files, missing),
+            other => panic!("{missing:?}: {other}"),
+        }
+        // Without gaps it is a checkpoint again.
+        for missing_file in missing {
+            std::fs::write(to.join(missing_file), &bytes).unwrap();
+        }
+        opened(&to);
+    }
+}
+
+#[test]
 fn a_folder_has_no_folders_as_parts() {
     let parent = tempfile::tempdir().unwrap();
     let to = parent.path().join("accelerate");
