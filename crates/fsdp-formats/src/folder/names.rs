@@ -63,11 +63,12 @@ const NUMBERED: [(&str, &str, &[&str]); 11] = [
 ];
 
 /// The numbered parts of which there is every one from the first to the last: the text before the
-/// number, the extension after it, and the name of the first. Data loaders are not among them,
-/// because some of several may have no state.
+/// number, the extension after it, and the name of the first. It is empty for parts of ranks, since
+/// a folder on one of several hosts has only those of its own ranks. Data loaders are not among
+/// these parts, because some of several may have no state.
 const SERIES: [(&str, &str, &str); 8] = [
-    ("rng_state_", ".pth", "rng_state_0.pth"),
-    ("random_states_", ".pkl", "random_states_0.pkl"),
+    ("rng_state_", ".pth", ""),
+    ("random_states_", ".pkl", ""),
     ("custom_checkpoint_", ".pkl", "custom_checkpoint_0.pkl"),
     ("pytorch_model_fsdp_", "", "pytorch_model_fsdp_0"),
     ("pytorch_model_fsdp_", ".bin", "pytorch_model_fsdp.bin"),
@@ -175,8 +176,8 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     parts
 }
 
-/// Returns the names of parts that a folder with these names lacks: those of the numbers before the
-/// largest one of a series, or as many of them as an error names.
+/// Returns the names of parts that a folder with these names lacks: those of the numbers between the
+/// first and the largest one of a series, or as many of them as an error names.
 pub(super) fn missing_parts(names: &[String]) -> Vec<String> {
     let mut missing = Vec::new();
     for (start, end, first) in SERIES {
@@ -188,7 +189,11 @@ pub(super) fn missing_parts(names: &[String]) -> Vec<String> {
             numbers.insert(0);
         }
         let largest = numbers.last().copied().unwrap_or(0);
-        let gaps = (0..largest).filter(|number| !numbers.contains(number));
+        let smallest = match first {
+            "" => numbers.first().copied().unwrap_or(0),
+            _ => 0,
+        };
+        let gaps = (smallest..largest).filter(|number| !numbers.contains(number));
         missing.extend(gaps.take(MAX_LISTED_FILES).map(|number| match number {
             0 => first.to_owned(),
             number => format!("{start}{number}{end}"),
@@ -275,7 +280,8 @@ mod tests {
     fn gaps_in_the_numbers_of_parts_are_found() {
         let cases: [(&[&str], &[&str]); 8] = [
             (&["random_states_0.pkl", "random_states_1.pkl"], &[]),
-            (&["random_states_1.pkl"], &["random_states_0.pkl"]),
+            // The ranks of another host are not here.
+            (&["random_states_4.pkl", "random_states_5.pkl"], &[]),
             (
                 &["rng_state_0.pth", "rng_state_3.pth"],
                 &["rng_state_1.pth", "rng_state_2.pth"],
@@ -295,7 +301,7 @@ mod tests {
             let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
             assert_eq!(missing_parts(&names), missing, "{names:?}");
         }
-        let names = ["rng_state_9999999.pth".to_owned()];
+        let names = ["custom_checkpoint_9999999.pkl".to_owned()];
         assert_eq!(missing_parts(&names).len(), MAX_LISTED_FILES);
     }
 }

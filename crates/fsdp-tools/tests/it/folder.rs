@@ -296,14 +296,14 @@ fn a_gap_in_the_numbers_of_parts_is_an_error_that_names_the_missing_files() {
         (
             "accelerate",
             "random_states_0.pkl",
-            &["random_states_1.pkl"],
-            &["random_states_0.pkl"],
+            &["random_states_1.pkl", "random_states_3.pkl"],
+            &["random_states_2.pkl"],
         ),
         (
             "accelerate_full",
             "random_states_0.pkl",
-            &["random_states_2.pkl"],
-            &["random_states_0.pkl"],
+            &["random_states_1.pkl", "random_states_4.pkl"],
+            &["random_states_2.pkl", "random_states_3.pkl"],
         ),
         (
             "accelerate_full",
