@@ -34,7 +34,7 @@ use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::{StoredElements, StridedLayout};
-use crate::zip::{Deflated, Directory};
+use crate::zip::{Deflated, Directory, Stored};
 
 /// The place in its file where the storage of a piece begins.
 #[derive(Debug, Clone)]
@@ -44,6 +44,9 @@ pub(crate) enum StorageStart {
     /// The storage is the data of the record at this position in the directory of a zip archive.
     /// The header of the record tells where its data begins, and is read with the piece.
     Record(Arc<Directory>, usize),
+    /// The storage begins at this offset, in a record whose checksum is compared once all of it was
+    /// read.
+    Stored(Arc<Stored>, u64),
     /// The storage begins at this offset of the decompressed bytes of a record.
     Deflated(Arc<Deflated>, u64),
 }
@@ -444,7 +447,7 @@ impl Piece {
     /// differ.
     fn storage_info(&self, dtype: DType) -> StorageInfo {
         let start = match &self.start {
-            StorageStart::Offset(start) => *start,
+            StorageStart::Offset(start) | StorageStart::Stored(_, start) => *start,
             StorageStart::Record(archive, index) => archive.records[*index].header_offset,
             StorageStart::Deflated(record, _) => {
                 let (offset, length) = record.stored_range();
@@ -487,9 +490,14 @@ impl Piece {
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
         let decompressed;
+        let noted;
         let (bytes, start): (&dyn ReadAt, u64) = match &self.start {
             StorageStart::Offset(start) => (file, *start),
             StorageStart::Record(archive, index) => (file, archive.data_offset_at(file, *index)?),
+            StorageStart::Stored(record, start) => {
+                noted = record.reader(file);
+                (&noted, *start)
+            }
             StorageStart::Deflated(record, start) => {
                 decompressed = record.reader(file);
                 (&decompressed, *start)

@@ -3,6 +3,9 @@
 //! The key of an array is the name of its record in a `.npz`, or of the file if that is a `.npy`,
 //! without the ending `.npy`. Records may be compressed, as `savez_compressed` writes them. Arrays
 //! of objects, structures, texts and times are opaque values in a `.npz`, and refused as a `.npy`.
+//!
+//! The directory of a `.npz` has a CRC-32 of each record. It is compared when the last bytes of a
+//! compressed record are read, and once all bytes of a stored one were read.
 
 mod header;
 
@@ -20,7 +23,7 @@ use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::zip::{Deflated, Directory, ReadStates};
+use crate::zip::{Deflated, Directory, ReadStates, Stored};
 
 /// The ending of the names of records.
 const RECORD_EXTENSION: &str = ".npy";
@@ -115,19 +118,24 @@ fn find_arrays(
             return Err(FormatError::unsupported(what));
         };
         let data_offset = archive.data_offset(file, name, record)?;
-        let deflated = Deflated::new(data_offset, record, &states);
-        let header = if record.is_deflated {
-            ArrayHeader::read(&deflated.reader(file))
+        let array = if record.is_deflated {
+            let deflated = Deflated::new(data_offset, record, &states);
+            let header = ArrayHeader::read(&deflated.reader(file));
+            header.map(|header| {
+                let start = StorageStart::Deflated(Arc::new(deflated), header.length);
+                Array::Numbers(start, header)
+            })
         } else {
-            Window::new(file, data_offset, record.length)
-                .and_then(|array| ArrayHeader::read(&array))
+            let stored = Stored::new(data_offset, record);
+            let header = Window::new(&stored.reader(file), data_offset, record.length)
+                .and_then(|array| ArrayHeader::read(&array));
+            header.map(|header| {
+                let start = StorageStart::Stored(Arc::new(stored), data_offset + header.length);
+                Array::Numbers(start, header)
+            })
         };
-        let array = match header {
-            Ok(header) if record.is_deflated => Array::Numbers(
-                StorageStart::Deflated(Arc::new(deflated), header.length),
-                header,
-            ),
-            Ok(header) => Array::Numbers(StorageStart::Offset(data_offset + header.length), header),
+        let array = match array {
+            Ok(array) => array,
             Err(FormatError::Unsupported { what }) => {
                 Array::Opaque(what, data_offset..data_offset + record.stored_bytes)
             }

@@ -53,7 +53,9 @@ impl Storages {
     pub(crate) fn find_data(&self, file: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64> {
         match self.find_start(key, bytes)? {
             StorageStart::Record(archive, index) => archive.data_offset_at(file, index),
-            StorageStart::Offset(start) | StorageStart::Deflated(_, start) => Ok(start),
+            StorageStart::Offset(start)
+            | StorageStart::Stored(_, start)
+            | StorageStart::Deflated(_, start) => Ok(start),
         }
     }
 }

@@ -24,9 +24,13 @@ pub fn check_records(
         let start = archive.data_offset(&item, name, record)?;
         // The range is read even where there is no checksum, so that a range that cannot be read is
         // found.
-        let deflated = Deflated::new(start, record, &ReadStates::default());
         let crc = if record.is_deflated {
-            compute_crc(&deflated.reader(&item), 0, record.length, progress)?
+            // The checksum is compared below, where the error has the place in the file.
+            let mut unclaimed = **record;
+            unclaimed.crc = 0;
+            let deflated = Deflated::new(start, &unclaimed, &ReadStates::default());
+            compute_crc(&deflated.reader(&item), 0, record.length, progress)
+                .map_err(|error| error.of_key(name))?
         } else {
             compute_crc(&item, start, record.length, progress)?
         };

@@ -3,12 +3,16 @@
 //! Such a record can only be read from its beginning. So that reads one after the other do not each
 //! begin there, the state of the last ones is kept: a read that goes on where one has ended costs
 //! what it reads.
+//!
+//! A read of a record's last bytes has decompressed all of them, so it compares their checksum too.
 
 use std::sync::{Arc, Mutex};
 
-use miniz_oxide::inflate::stream::{InflateState, inflate};
-use miniz_oxide::{DataFormat, MZError, MZFlush, MZStatus};
+use crc32fast::Hasher;
+use miniz_oxide::inflate::TINFLStatus;
 
+use super::decoder::Decoder;
+use super::read::check_crc;
 use super::{Record, Result};
 use crate::error::FormatError;
 use crate::storage::read_at::{ReadAt, end_within};
@@ -30,6 +34,8 @@ pub(crate) struct Deflated {
     stored_bytes: u64,
     /// The bytes that they become.
     output_bytes: u64,
+    /// The checksum of these, as the directory claims.
+    crc: u32,
     states: ReadStates,
 }
 
@@ -43,9 +49,11 @@ struct ReadState {
     record_start: u64,
     /// The position in what the record becomes.
     output_position: u64,
+    /// The checksum of all bytes before that position.
+    crc: Hasher,
     /// The bytes of input that were used up.
     used_input: u64,
-    inflate: Box<InflateState>,
+    decoder: Decoder,
     /// Input that was read already, of which the first `consumed` bytes were used up.
     input: Vec<u8>,
     consumed: usize,
@@ -89,6 +97,7 @@ impl Deflated {
             stored_start,
             stored_bytes: record.stored_bytes,
             output_bytes: record.length,
+            crc: record.crc,
             states: states.clone(),
         }
     }
@@ -131,8 +140,9 @@ impl Inflated<'_> {
             None => ReadState {
                 record_start,
                 output_position: 0,
+                crc: Hasher::new(),
                 used_input: 0,
-                inflate: InflateState::new_boxed(DataFormat::Raw),
+                decoder: Decoder::new(),
                 input: Vec::new(),
                 consumed: 0,
             },
@@ -160,44 +170,63 @@ impl Inflated<'_> {
         self.file.read_exact_at(file_offset, &mut reading.input)
     }
 
+    /// Decodes more of the record, once all that was decoded has been taken. Returns `false` if the
+    /// stream has ended. A stream that is damaged or cut short is an error.
+    fn decode_more(&self, reading: &mut ReadState) -> Result<bool> {
+        if reading.consumed == reading.input.len() {
+            self.read_input(reading)?;
+        }
+        let input = &reading.input[reading.consumed..];
+        let (used, status) = reading.decoder.decode(input);
+        reading.consumed += used;
+        reading.used_input += used as u64;
+        // What comes before a defect is sound.
+        if reading.decoder.has_waiting() {
+            return Ok(true);
+        }
+        match status {
+            TINFLStatus::Done => Ok(false),
+            TINFLStatus::NeedsMoreInput | TINFLStatus::HasMoreOutput if used > 0 => Ok(true),
+            TINFLStatus::NeedsMoreInput if reading.used_input == self.record.stored_bytes => {
+                Err(malformed("its DEFLATE stream is cut short"))
+            }
+            _ => Err(malformed("it is no DEFLATE stream")),
+        }
+    }
+
     /// Fills `dst` with the next bytes. A stream that is damaged, or ends before `dst` is full, is
     /// an error.
     fn read_next(&self, reading: &mut ReadState, dst: &mut [u8]) -> Result<()> {
         let mut filled = 0;
-        while filled < dst.len() {
-            if reading.consumed == reading.input.len() {
-                self.read_input(reading)?;
-            }
-            let input = &reading.input[reading.consumed..];
-            let result = inflate(
-                &mut reading.inflate,
-                input,
-                &mut dst[filled..],
-                MZFlush::None,
-            );
-            filled += result.bytes_written;
-            reading.consumed += result.bytes_consumed;
-            reading.used_input += result.bytes_consumed as u64;
-            reading.output_position += result.bytes_written as u64;
-            let is_stuck = result.bytes_consumed + result.bytes_written == 0;
-            let wants_input = reading.consumed == reading.input.len()
-                && reading.used_input < self.record.stored_bytes;
+        loop {
+            let count = reading.decoder.take(&mut dst[filled..]);
+            reading.crc.update(&dst[filled..filled + count]);
+            reading.output_position += count as u64;
+            filled += count;
             if filled == dst.len() {
-                break;
+                return Ok(());
             }
-            match result.status {
-                Ok(MZStatus::StreamEnd) => {
-                    return Err(malformed("it becomes fewer bytes than it says"));
-                }
-                Ok(_) if !is_stuck || wants_input => {}
-                Err(MZError::Buf) if wants_input => {}
-                _ => return Err(malformed("it is no DEFLATE stream")),
+            if !self.decode_more(reading)? {
+                return Err(malformed("it becomes fewer bytes than it says"));
             }
         }
-        Ok(())
     }
 
-    /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it.
+    /// Checks, after all bytes of the record were read, that its stream ends there, and that the
+    /// bytes have their checksum.
+    fn check_end(&self, reading: &mut ReadState) -> Result<()> {
+        loop {
+            if reading.decoder.has_waiting() {
+                return Err(malformed("it becomes more bytes than it says"));
+            }
+            if !self.decode_more(reading)? {
+                return check_crc(self.record.crc, reading.crc.clone().finalize());
+            }
+        }
+    }
+
+    /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it. If these
+    /// are the last bytes of the record, all of the record is checked.
     fn fill(&self, reading: &mut ReadState, offset: u64, dst: &mut [u8]) -> Result<()> {
         let mut skipped = Vec::new();
         while reading.output_position < offset {
@@ -207,7 +236,11 @@ impl Inflated<'_> {
             );
             self.read_next(reading, &mut skipped)?;
         }
-        self.read_next(reading, dst)
+        self.read_next(reading, dst)?;
+        if reading.output_position == self.record.output_bytes {
+            self.check_end(reading)?;
+        }
+        Ok(())
     }
 }
 
@@ -265,6 +298,7 @@ mod tests {
                 stored_start: 7,
                 stored_bytes,
                 output_bytes: bytes.len() as u64,
+                crc: crc32fast::hash(bytes),
                 states: ReadStates::default(),
             },
         )
@@ -324,5 +358,84 @@ mod tests {
         );
         record.reader(&file).read_exact_at(0, &mut dst).unwrap();
         assert!(dst == bytes);
+    }
+
+    /// Returns what is wrong with a record in a file, if all of it is read in two parts.
+    fn defect(file: &[u8], record: &Deflated) -> Option<String> {
+        let mut dst = vec![0; record.output_bytes as usize];
+        let (first, second) = dst.split_at_mut(record.output_bytes as usize / 2);
+        let reader = record.reader(&file);
+        let outcome = reader
+            .read_exact_at(0, first)
+            .and_then(|()| reader.read_exact_at(first.len() as u64, second));
+        outcome.err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn all_bytes_of_a_record_have_its_checksum() {
+        let bytes: Vec<u8> = (0..50_000u32)
+            .flat_map(|index| (index % 977).to_le_bytes())
+            .collect();
+        let (file, mut record) = deflated(&bytes);
+        assert_eq!(defect(&file, &record), None);
+        record.crc ^= 1;
+        let found = defect(&file, &record).unwrap();
+        assert!(found.contains("CRC-32"), "{found}");
+        // The end is not reached, so nothing is known of the checksum.
+        let mut dst = vec![0; bytes.len() - 1];
+        record.reader(&file).read_exact_at(0, &mut dst).unwrap();
+        // Nor does a read that goes on from there miss what came before.
+        let mut last = [0];
+        let reader = record.reader(&file);
+        reader
+            .read_exact_at(bytes.len() as u64 - 1, &mut last)
+            .unwrap_err();
+        // A checksum of 0 says nothing.
+        record.crc = 0;
+        assert_eq!(defect(&file, &record), None);
+    }
+
+    #[test]
+    fn a_stream_that_is_cut_anywhere_or_goes_on_is_damaged() {
+        let bytes: Vec<u8> = (0..500u32).flat_map(u32::to_le_bytes).collect();
+        let (file, record) = deflated(&bytes);
+        assert_eq!(defect(&file, &record), None);
+        for stored_bytes in 0..record.stored_bytes {
+            let cut = Deflated {
+                stored_bytes,
+                ..record.clone()
+            };
+            let found = defect(&file, &cut).unwrap();
+            assert!(found.contains("cut short"), "{stored_bytes}: {found}");
+        }
+        let shorter = Deflated {
+            output_bytes: record.output_bytes - 1,
+            ..record.clone()
+        };
+        let found = defect(&file, &shorter).unwrap();
+        assert!(found.contains("more bytes"), "{found}");
+    }
+
+    #[test]
+    fn a_changed_bit_of_a_stream_is_found_or_changes_nothing() {
+        let bytes: Vec<u8> = (0..300u32)
+            .flat_map(|index| (index * index).to_le_bytes())
+            .collect();
+        let (file, record) = deflated(&bytes);
+        let mut found_count = 0;
+        for bit in 0..record.stored_bytes as usize * 8 {
+            let mut changed = file.clone();
+            changed[7 + bit / 8] ^= 1 << (bit % 8);
+            if defect(&changed, &record).is_some() {
+                found_count += 1;
+                continue;
+            }
+            let mut dst = vec![0; bytes.len()];
+            record.reader(&changed).read_exact_at(0, &mut dst).unwrap();
+            assert!(dst == bytes, "bit {bit}");
+        }
+        // The bits after the end of the stream mean nothing, and a repetition may come from another
+        // place with the same bytes.
+        assert!(found_count > record.stored_bytes as usize * 4);
     }
 }

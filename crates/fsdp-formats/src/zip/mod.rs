@@ -16,9 +16,11 @@
 //! storage is there.
 
 mod checksums;
+mod decoder;
 mod inflate;
 mod layout;
 mod read;
+mod stored;
 
 pub use checksums::check_records;
 pub(crate) use inflate::{Deflated, ReadStates};
@@ -27,6 +29,7 @@ pub use layout::ArchiveLayout;
 use layout::STORAGE_ALIGNMENT;
 pub use read::Directory;
 pub(crate) use read::Record;
+pub(crate) use stored::Stored;
 
 use crate::error::FormatError;
 

@@ -76,6 +76,16 @@ fn u64_at(bytes: &[u8], position: usize) -> u64 {
     u64::from_le_bytes(array_at(bytes, position))
 }
 
+/// Checks the CRC-32 of a record's data against the one that the directory claims. A claim of 0
+/// says nothing: some writers leave it so, and torch accepts that.
+pub(super) fn check_crc(claimed: u32, crc: u32) -> Result<()> {
+    if claimed != 0 && claimed != crc {
+        let reason = "its bytes are not those that were written: their CRC-32 differs";
+        return Err(FormatError::malformed("record", reason));
+    }
+    Ok(())
+}
+
 /// Returns `true` if the size in a header is this length, or if the header says that the size is in
 /// a zip64 field.
 fn is_length(size: u32, length: u64) -> bool {

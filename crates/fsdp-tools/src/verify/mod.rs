@@ -6,7 +6,7 @@
 //! |---|---|
 //! | [`Level::Structure`] | metadata, chunks (inside, disjoint, complete), every path, every key stored |
 //! | [`Level::Sizes`] | every file is there and long enough; every item is the tensor or value that the metadata says |
-//! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items and torch archives |
+//! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items and of archives of torch and NumPy |
 //! | [`Level::Deep`] | every element: counts NaN and infinities, compares digests with the recorded ones, and copies of replicated tensors and values with each other |
 
 mod add_integrity;

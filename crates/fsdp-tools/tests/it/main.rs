@@ -11,6 +11,7 @@ mod convert;
 #[path = "../../../fsdp-formats/tests/common/crash_at.rs"]
 mod crash_at;
 mod crash_convert;
+mod damaged_npz;
 mod deepspeed;
 mod diff;
 mod digests;
