@@ -176,8 +176,8 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     parts
 }
 
-/// Returns the names of parts that a folder with these names lacks: those of the numbers between the
-/// first and the largest one of a series, or as many of them as an error names.
+/// Returns the names of parts that a folder with these names lacks: those of the numbers between
+/// the first and the largest one of a series, or as many of them as an error names.
 pub(super) fn missing_parts(names: &[String]) -> Vec<String> {
     let mut missing = Vec::new();
     for (start, end, first) in SERIES {
