@@ -41,11 +41,17 @@ pub(crate) fn difference_error(message: String) -> CommandError {
     }
 }
 
-/// Returns the error of a destination that is taken.
-pub(crate) fn exists_already_error(path: &str) -> CommandError {
+/// Returns the error of a destination that is taken. `hint` says what to do.
+pub(crate) fn exists_already_error(path: &str, hint: &'static str) -> CommandError {
+    usage_error(format!("`{path}` exists already"), hint)
+}
+
+/// Returns the error of a destination at which something else is than `content`, such as `an HTML
+/// page`, which is all that `--overwrite` replaces there.
+pub(crate) fn not_of_content_error(path: &str, content: &str) -> CommandError {
     usage_error(
-        format!("`{path}` exists already"),
-        "choose another destination; `--overwrite` replaces a checkpoint",
+        format!("`{path}` cannot be replaced: it is not {content}, which `--overwrite` replaces"),
+        "choose another destination, or move it away",
     )
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use fsdp_formats::storage::Durable;
 
-use crate::failure::{CommandError, usage_error};
+use crate::failure::{exists_already_error, not_of_content_error};
 
 /// The content of a file that a command writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,16 +60,16 @@ impl NewFile<'_> {
         let Ok(metadata) = self.path.symlink_metadata() else {
             return Ok(());
         };
-        let path = self.path.display();
+        let path = self.path.display().to_string();
         match self.overwrite {
             Some(true) if metadata.is_file() && self.has_same_content()? => Ok(()),
-            Some(true) => Err(not_of_content_error(&path.to_string(), self.content.name()).into()),
+            Some(true) => Err(not_of_content_error(&path, self.content.name()).into()),
             overwrite => {
                 let hint = match overwrite {
                     Some(_) => "choose another destination; `--overwrite` replaces such a file",
                     None => "choose another destination",
                 };
-                Err(usage_error(format!("`{path}` exists already"), hint).into())
+                Err(exists_already_error(&path, hint).into())
             }
         }
     }
@@ -87,7 +87,7 @@ impl NewFile<'_> {
     /// Writes the file, which appears whole or not at all.
     ///
     /// # Errors
-    /// Those of [`Self::check`], and the storage's.
+    /// Something else is there: see [`Self::check`]. The file cannot be written.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
         self.check()?;
         // It is written under another name first, so a reader sees all of it or nothing.
@@ -97,12 +97,4 @@ impl NewFile<'_> {
         file.finish()?;
         Ok(staging.commit_single()?)
     }
-}
-
-/// Returns the error of a destination at which something else is than `--overwrite` replaces.
-pub(crate) fn not_of_content_error(path: &str, name: &str) -> CommandError {
-    usage_error(
-        format!("`{path}` cannot be replaced: it is not {name}, which `--overwrite` replaces"),
-        "choose another destination, or move it away",
-    )
 }

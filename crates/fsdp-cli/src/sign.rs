@@ -13,8 +13,7 @@ use fsdp_layout::count_text;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde_json::{Value, json};
 
-use crate::failure::{CommandError, usage_error};
-use crate::new_file::not_of_content_error;
+use crate::failure::{CommandError, exists_already_error, not_of_content_error};
 use crate::output;
 use crate::progress::Progress;
 use crate::text::escaped;
@@ -102,10 +101,8 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
 fn check_replaceable(signature: &Location, overwrite: bool) -> Result<(), CommandError> {
     let place = signature.to_string();
     if !overwrite {
-        return Err(usage_error(
-            format!("`{place}` exists already"),
-            "choose another place with `--signature`; `--overwrite` replaces a signature",
-        ));
+        let hint = "choose another place with `--signature`; `--overwrite` replaces a signature";
+        return Err(exists_already_error(&place, hint));
     }
     match sign::read_signature(signature) {
         Ok(content) if sign::is_signature(&content) => Ok(()),

@@ -92,7 +92,8 @@ impl<'a> Destination<'a> {
             ));
         }
         if is_taken {
-            ensure!(self.writing.overwrite, exists_already_error(&path));
+            let hint = "choose another destination; `--overwrite` replaces a checkpoint";
+            ensure!(self.writing.overwrite, exists_already_error(&path, hint));
             ensure!(self.is_replaceable()?, not_replaceable_error(&path));
         }
         Ok(opened)

@@ -180,7 +180,7 @@ impl Inflated<'_> {
         let (used, status) = reading.decoder.decode(input);
         reading.consumed += used;
         reading.used_input += used as u64;
-        // What comes before a defect is sound.
+        // These bytes were decoded before a defect, if there is one, so they are handed out first.
         if reading.decoder.has_waiting() {
             return Ok(true);
         }
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_cut_anywhere_or_goes_on_is_damaged() {
+    fn a_stream_that_ends_before_its_record_or_after_it_is_an_error() {
         let bytes: Vec<u8> = (0..500u32).flat_map(u32::to_le_bytes).collect();
         let (file, record) = deflated(&bytes);
         assert_eq!(defect(&file, &record), None);

@@ -213,7 +213,7 @@ mod tests {
     const AROUND: usize = 7;
 
     /// Returns a file with a record of so many bytes, and the record.
-    fn stored(length: usize) -> (Vec<u8>, Stored) {
+    fn stored_record(length: usize) -> (Vec<u8>, Stored) {
         let bytes: Vec<u8> = (0..length).map(|index| (index * index / 7) as u8).collect();
         let record = Stored {
             range: AROUND as u64..(AROUND + length) as u64,
@@ -237,8 +237,8 @@ mod tests {
             changed in any::<Index>(),
             ranges in prop::collection::vec((any::<Index>(), any::<Index>()), 0..30),
         ) {
-            let (mut file, record) = stored(length);
-            let (_, sound_record) = stored(length);
+            let (mut file, record) = stored_record(length);
+            let (_, sound_record) = stored_record(length);
             let sound_file = file.clone();
             file[AROUND + changed.index(length)] ^= 4;
             let reader = record.reader(&file);
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn threads_that_read_the_same_bytes_at_once_find_a_changed_one() {
-        let (mut file, record) = stored(100_000);
+        let (mut file, record) = stored_record(100_000);
         file[AROUND + 1234] ^= 1;
         let reader = record.reader(&file);
         let failed_count: usize = std::thread::scope(|scope| {
@@ -293,21 +293,21 @@ mod tests {
 
     #[test]
     fn a_claim_of_0_says_nothing() {
-        let (file, record) = stored(100);
+        let (file, record) = stored_record(100);
         let unclaimed = Stored { crc: 0, ..record };
         assert!(is_read(&unclaimed.reader(&file), 0..file.len()));
     }
 
     #[test]
     fn reads_that_leave_very_many_gaps_take_no_memory() {
-        let (mut file, record) = stored(4 * MAX_PARTS);
+        let (mut file, record) = stored_record(4 * MAX_PARTS);
         file[AROUND] ^= 1;
         let reader = record.reader(&file);
         for part in 0..2 * MAX_PARTS {
             assert!(is_read(&reader, AROUND + 2 * part..AROUND + 2 * part + 1));
         }
         assert!(matches!(*lock(&record.progress), Progress::GivenUp));
-        // What is not known is no error.
+        // The changed byte is not noticed, because no checksum is kept any more.
         assert!(is_read(&reader, 0..file.len()));
     }
 }

@@ -190,7 +190,7 @@ fn an_array_that_is_read_in_parts_is_checked_with_the_last_of_them() {
     std::fs::write(&path, &bytes).unwrap();
     let source = opened(&path);
     read_row(&*source, 1).unwrap();
-    // What is read twice counts once.
+    // A row that is read again does not count as another one.
     read_row(&*source, 1).unwrap();
     read_row(&*source, 2).unwrap();
     read_row(&*source, 0).unwrap_err();
@@ -206,7 +206,7 @@ fn an_array_that_is_read_in_parts_is_checked_with_the_last_of_them() {
 }
 
 #[test]
-fn an_array_without_elements_is_checked_when_it_is_opened() {
+fn a_damaged_header_of_an_array_without_elements_is_an_error_when_the_file_is_opened() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("changed.npz");
     let mut bytes = archive("arrays.npz");
