@@ -1,5 +1,6 @@
 //! `fsdp cat`: one tensor or value of a checkpoint, as numbers, statistics, or a `.npy` file.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -13,7 +14,7 @@ use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_tools::elements::{Census, for_each_number};
+use fsdp_tools::elements::for_each_number;
 use fsdp_tools::verify;
 use serde_json::{Value, json};
 
@@ -135,6 +136,36 @@ fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool
     output::print_line(&escaped(&value.to_string()))
 }
 
+/// A number about the elements of a tensor.
+#[derive(Clone, Copy)]
+enum Statistic {
+    Real(f64),
+    /// An element of an integer type, which `f64` may not hold.
+    Integer(i128),
+}
+
+impl Statistic {
+    fn to_json(self) -> Value {
+        match self {
+            Statistic::Real(number) => number.into(),
+            Statistic::Integer(integer) => match i64::try_from(integer) {
+                Ok(integer) => integer.into(),
+                // A type of 64 bits has no larger elements.
+                Err(_) => (integer as u64).into(),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Statistic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Statistic::Real(number) => write!(f, "{number}"),
+            Statistic::Integer(integer) => write!(f, "{integer}"),
+        }
+    }
+}
+
 /// A tensor of a checkpoint.
 #[derive(Clone, Copy)]
 struct NamedTensor<'a> {
@@ -182,11 +213,17 @@ impl NamedTensor<'_> {
             ];
             // Without a finite element there is no mean.
             let finite_census = (census.count > census.nan + census.infinite).then_some(&census);
+            let [min, max] = match census.integer_range {
+                Some((min, max)) => [min, max].map(|integer| Some(Statistic::Integer(integer))),
+                None => [census.min, census.max].map(|number| number.map(Statistic::Real)),
+            };
+            let mean = finite_census.map(|census| Statistic::Real(census.mean()));
+            let deviation = finite_census.map(|census| Statistic::Real(census.std()));
             let statistics = [
-                ("min", census.min),
-                ("max", census.max),
-                ("mean", finite_census.map(Census::mean)),
-                ("std", finite_census.map(Census::std)),
+                ("min", min),
+                ("max", max),
+                ("mean", mean),
+                ("std", deviation),
             ];
             if !arguments.json {
                 let counts = counts.map(|(name, count)| format!("{name:<9} {count}"));
@@ -198,7 +235,7 @@ impl NamedTensor<'_> {
                 report["stats"][name] = count.into();
             }
             for (name, number) in statistics {
-                report["stats"][name] = number.into();
+                report["stats"][name] = number.map_or(Value::Null, Statistic::to_json);
             }
         } else if arguments.json {
             report["elements"] = self.elements()?.into();
@@ -314,10 +351,11 @@ fn add_elements(dtype: DType, bytes: &[u8], elements: &mut Vec<Value>) {
                     .map(|&integer_bytes| Value::from(u64::from_le_bytes(integer_bytes))),
             );
         }
-        DType::Complex32 | DType::Complex64 | DType::Complex128 => {
+        DType::Complex32 | DType::BComplex32 | DType::Complex64 | DType::Complex128 => {
             // A complex number is two floats of half its size, one after the other.
             let part_dtype = match dtype {
                 DType::Complex32 => DType::F16,
+                DType::BComplex32 => DType::BF16,
                 DType::Complex64 => DType::F32,
                 _ => DType::F64,
             };

@@ -156,12 +156,20 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         output::print_message(&format!("equal: {compared}"));
         return Ok(());
     }
-    bail!(difference_error(format!(
-        "`{}` and `{}` differ in {} of {compared} tensors and values",
-        arguments.first,
-        arguments.second,
-        differences.len()
-    )))
+    let is_compared = |row: &&DifferenceRow| {
+        [first, second].map(|side| side.metadata().entries.contains_key(&row.name)) != [false; 2]
+    };
+    let differing = differences.iter().filter(is_compared).count();
+    let mut message = format!(
+        "`{}` and `{}` differ in {differing} of {compared} tensors and values",
+        arguments.first, arguments.second,
+    );
+    let others = differences.len() - differing;
+    if others > 0 {
+        let others = count_text(others, "container or part", "containers and parts");
+        message.push_str(&format!(", and in {others} of values"));
+    }
+    bail!(difference_error(message))
 }
 
 /// Returns a function that describes a difference and adds it to `rows`.

@@ -51,6 +51,11 @@ fn parse_setting(text: &str) -> Result<(String, usize), String> {
 }
 
 impl MapArguments {
+    /// Returns `true` if a map is to be applied.
+    pub(crate) const fn is_given(&self) -> bool {
+        self.map.is_some()
+    }
+
     /// Reads the map; returns `None` if none is asked for. A name that was given no value has the
     /// one in the first of these places that has a configuration.
     ///

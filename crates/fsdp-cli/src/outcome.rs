@@ -143,6 +143,12 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(FileError::HoldsOthers { .. }) = cause.downcast_ref() {
         return Some("move it away, or choose another destination");
     }
+    if let Some(FileError::Differing { .. }) = cause.downcast_ref() {
+        return Some(
+            "one of the two is damaged, or each rank had its own, such as the running statistics of a batch norm: \
+             `--exclude KEY` leaves it out of a conversion",
+        );
+    }
     if let Some(FileError::MissingFiles { .. }) = cause.downcast_ref() {
         return Some("bring them along from where it was saved, or go on from another checkpoint");
     }

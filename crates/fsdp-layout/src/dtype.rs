@@ -63,6 +63,7 @@ dtypes! {
     F32, 32, "float32", Some("F32"), "IEEE single precision.";
     F64, 64, "float64", Some("F64"), "IEEE double precision.";
     Complex32, 32, "complex32", None, "Two `F16`: real, imaginary.";
+    BComplex32, 32, "bcomplex32", None, "Two `BF16`: real, imaginary.";
     Complex64, 64, "complex64", Some("C64"), "Two `F32`: real, imaginary.";
     Complex128, 128, "complex128", None, "Two `F64`: real, imaginary.";
     QInt8, 8, "qint8", None, "Quantized signed 8-bit; scale and zero point lie outside the element.";

@@ -18,6 +18,9 @@ pub struct Census {
     pub min: Option<f64>,
     /// The largest finite one, if there is one.
     pub max: Option<f64>,
+    /// The smallest and the largest, if the elements are integers of 64 bits, of which `f64` holds
+    /// not all.
+    pub integer_range: Option<(i128, i128)>,
     /// The sum of the finite ones.
     pub sum: f64,
     /// The first finite one, if there is one.
@@ -47,6 +50,12 @@ impl Census {
             }
             return;
         }
+        let words = bytes.as_chunks::<8>().0.iter();
+        match dtype {
+            DType::I64 => words.for_each(|word| self.add_to_range(i64::from_le_bytes(*word))),
+            DType::U64 => words.for_each(|word| self.add_to_range(u64::from_le_bytes(*word))),
+            _ => {}
+        }
         for_each_number(dtype, bytes, &mut |value| {
             self.count += 1;
             if value.is_nan() {
@@ -64,6 +73,13 @@ impl Census {
                 self.squares_from_first += difference * difference;
             }
         });
+    }
+
+    /// Adds an integer to the range.
+    fn add_to_range(&mut self, integer: impl Into<i128>) {
+        let integer = integer.into();
+        let (min, max) = self.integer_range.unwrap_or((integer, integer));
+        self.integer_range = Some((min.min(integer), max.max(integer)));
     }
 
     /// Returns the mean of the finite elements.
@@ -145,6 +161,7 @@ pub fn for_each_number(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bo
 pub(crate) fn parts_of_complex(dtype: DType) -> Option<DType> {
     match dtype {
         DType::Complex32 => Some(DType::F16),
+        DType::BComplex32 => Some(DType::BF16),
         DType::Complex64 => Some(DType::F32),
         DType::Complex128 => Some(DType::F64),
         _ => None,

@@ -288,6 +288,11 @@ impl ConvertArguments {
         Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 
+    /// Returns `true` if tensors may be written with other elements than they have.
+    pub(super) const fn changes_elements(&self) -> bool {
+        self.dtype.is_some() || self.dequantize || self.map.is_given()
+    }
+
     /// Returns the cast; `None` if none is asked for.
     pub(super) fn cast(&self) -> Option<Cast> {
         self.dtype.map(|dtype| Cast {

@@ -12,7 +12,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::storage::{self, Durable};
 use fsdp_layout::{DType, count_text};
 use fsdp_tools::convert::{
-    ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
+    Compared, ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
 };
 use fsdp_tools::map::Mapped;
 use fsdp_tools::merge::{Average, Lora, LoraConfig};
@@ -41,6 +41,12 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let prefix = arguments.prefix.as_deref();
     let keys = arguments.filter.keys(&arguments.rename, prefix)?;
     let opened = destination.open_selected(&arguments.source, &|key| keys.includes(key))?;
+    // The digests of what has other elements cannot be compared with those of the source, so what
+    // is read is.
+    let compared = arguments
+        .changes_elements()
+        .then(|| Compared::new(&*opened));
+    let opened: &dyn Checkpoint = compared.as_ref().map_or(&*opened, |compared| compared);
     // The sizes in rules come from the configuration of `--with`, or else of the source.
     let mut places: Vec<&Location> = destination.model_directory.into_iter().collect();
     places.push(&arguments.source);
@@ -55,7 +61,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         let dtype = config.dtype.or(stored.dtype).unwrap_or(DType::BF16);
         config.dtype = Some(dtype);
         let is_wanted = |key: &str| keys.rename(key) != Rename::Drop;
-        let dequantized = Dequantized::new(&*opened, dtype, stored.block, &is_wanted)?;
+        let dequantized = Dequantized::new(opened, dtype, stored.block, &is_wanted)?;
         if dequantized.is_empty() {
             bail!(usage_error(
                 "`--dequantize` finds no weights of 8 bits with scales beside them",
@@ -68,7 +74,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     };
     let source: &dyn Checkpoint = match &dequantized {
         Some(dequantized) => dequantized,
-        None => &*opened,
+        None => opened,
     };
     keys.check(source.metadata())?;
     let view = View::new(source, |key| keys.rename(key), None)?;
@@ -127,10 +133,14 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     for location in &arguments.from {
         checkpoints.push(destination.open_selected(location, &|key| keys.includes(key))?);
     }
-    let mut views = Vec::with_capacity(checkpoints.len());
-    for source in &checkpoints {
+    let compared: Vec<Compared<'_>> = checkpoints
+        .iter()
+        .map(|checkpoint| Compared::new(&**checkpoint))
+        .collect();
+    let mut views = Vec::with_capacity(compared.len());
+    for source in &compared {
         keys.check(source.metadata())?;
-        views.push(View::new(&**source, |key| keys.rename(key), None)?);
+        views.push(View::new(source, |key| keys.rename(key), None)?);
     }
     let mut sources: Vec<&dyn Checkpoint> = Vec::with_capacity(views.len());
     for view in &views {
@@ -161,7 +171,8 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         }
     }
     let adapter = destination.open_source(&adapter_file)?;
-    let merged = Lora::new(*base, &*adapter, &config)?;
+    let adapter = Compared::new(&*adapter);
+    let merged = Lora::new(*base, &adapter, &config)?;
     if let Some(model_directory) = destination.model_directory {
         merged.check_configuration(model_directory)?;
     }

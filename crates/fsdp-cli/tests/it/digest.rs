@@ -8,6 +8,7 @@
 use std::fs;
 use std::path::Path;
 
+use predicates::prelude::PredicateBooleanExt as _;
 use predicates::str::contains;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -264,6 +265,57 @@ fn other_elements_have_other_digests() {
         .code(10);
     error.stderr(contains("are not those that were saved"));
     assert!(!Path::new(&place("c")).exists());
+}
+
+#[test]
+fn a_damaged_source_is_not_cast_mapped_or_merged() {
+    let directory = TempDir::new().unwrap();
+    let place = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let (plain, changed) = (place("a.safetensors"), place("b.safetensors"));
+    let source = fixture("fsdp2_adamw_ws2/dcp");
+    fsdp(&["convert", &source, &plain, "--to", "safetensors"])
+        .args(["--include", "model.*"])
+        .assert()
+        .success();
+    let mut bytes = fs::read(&plain).unwrap();
+    // The last tensor of the file has the last byte.
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&changed, bytes).unwrap();
+    let rules = place("rules.map");
+    fs::write(&rules, "model.{rest*} -> {rest*}\n").unwrap();
+    let commands: [(&str, Vec<&str>); 3] = [
+        ("convert", vec![&changed, "--dtype", "bfloat16"]),
+        ("merge", vec!["--from", &plain, "--from", &changed]),
+        (
+            "convert",
+            vec![&changed, "--dtype", "float16", "--map", &rules],
+        ),
+    ];
+    for (number, (command, arguments)) in commands.iter().enumerate() {
+        for to in ["dcp", "safetensors", "hf", "torch", "torch-checkpointing"] {
+            let destination = place(&format!("{to}-{number}"));
+            let error = fsdp(&[command])
+                .args(arguments)
+                .args([&destination, "--to", to])
+                .assert()
+                .code(10);
+            error.stderr(contains("`b.safetensors`").or(contains("are not those that were saved")));
+            assert!(!Path::new(&destination).exists(), "{command} {to}");
+        }
+    }
+    // What is left out need not be right.
+    let listed = fsdp(&["verify", &changed, "--level", "deep", "--json"])
+        .assert()
+        .code(10)
+        .get_output()
+        .stdout
+        .clone();
+    let listed: Value = serde_json::from_slice(&listed).unwrap();
+    let damaged = listed["problems"][0]["name"].as_str().unwrap();
+    fsdp(&["convert", &changed, &place("rest"), "--to", "dcp"])
+        .args(["--dtype", "bfloat16", "--exclude", damaged])
+        .assert()
+        .success();
 }
 
 /// Trains a small model, and returns the lines of `fsdp log --json`.

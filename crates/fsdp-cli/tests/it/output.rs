@@ -154,6 +154,33 @@ fn cat_shows_elements_statistics_and_values() {
 
 /// One tensor whose name would clear the screen and turn text around.
 #[test]
+fn the_smallest_and_the_largest_of_integers_are_exact() {
+    let directory = TempDir::new().unwrap();
+    let write = |kind: &str, integers: [u64; 2]| {
+        let header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': (2,), }}");
+        let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+        bytes.extend((header.len() as u16).to_le_bytes());
+        bytes.extend(header.bytes());
+        bytes.extend(integers.iter().flat_map(|integer| integer.to_le_bytes()));
+        let path = directory.path().join(format!("{}.npy", &kind[1..]));
+        fs::write(&path, bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let signed = write("<i8", [i64::MIN as u64, (1 << 53) + 1]);
+    let unsigned = write("<u8", [u64::MAX, (1 << 62) + 1]);
+    let stats = &json(&["cat", &signed, "i8", "--stats"])["stats"];
+    assert_eq!(stats["min"], i64::MIN);
+    assert_eq!(stats["max"], (1u64 << 53) + 1);
+    let stats = &json(&["cat", &unsigned, "u8", "--stats"])["stats"];
+    assert_eq!(stats["min"], (1u64 << 62) + 1);
+    assert_eq!(stats["max"], u64::MAX);
+    fsdp(&["cat", &unsigned, "u8", "--stats"])
+        .assert()
+        .success()
+        .stdout(contains("max       18446744073709551615"));
+}
+
+#[test]
 fn names_cannot_act_on_the_terminal() {
     let directory = tempfile::tempdir().unwrap();
     let file = place(&directory, "hostile.safetensors");

@@ -34,7 +34,7 @@ use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::{StoredElements, StridedLayout};
-use crate::zip::{Deflated, Directory, Stored};
+use crate::zip::{Deflated, Stored, StoredRecords};
 
 /// The place in its file where the storage of a piece begins.
 #[derive(Debug, Clone)]
@@ -42,8 +42,9 @@ pub(crate) enum StorageStart {
     /// The storage begins at this offset.
     Offset(u64),
     /// The storage is the data of the record at this position in the directory of a zip archive.
-    /// The header of the record tells where its data begins, and is read with the piece.
-    Record(Arc<Directory>, usize),
+    /// The header of the record tells where its data begins, and is read with the first piece. Its
+    /// checksum is compared once all of it was read.
+    Record(Arc<StoredRecords>, usize),
     /// The storage begins at this offset, in a record whose checksum is compared once all of it was
     /// read.
     Stored(Arc<Stored>, u64),
@@ -448,7 +449,7 @@ impl Piece {
     fn storage_info(&self, dtype: DType) -> StorageInfo {
         let start = match &self.start {
             StorageStart::Offset(start) | StorageStart::Stored(_, start) => *start,
-            StorageStart::Record(archive, index) => archive.records[*index].header_offset,
+            StorageStart::Record(archive, index) => archive.directory.records[*index].header_offset,
             StorageStart::Deflated(record, _) => {
                 let (offset, length) = record.stored_range();
                 return StorageInfo {
@@ -481,6 +482,15 @@ impl Piece {
         StorageInfo::new(&*self.file, offset, length)
     }
 
+    /// Returns the record that its storage is, if something of that was read.
+    fn record_read(&self) -> Option<&Stored> {
+        match &self.start {
+            StorageStart::Record(archive, index) => archive.if_read(*index),
+            // An array is all of its record.
+            StorageStart::Offset(_) | StorageStart::Stored(..) | StorageStart::Deflated(..) => None,
+        }
+    }
+
     /// Reads the box `overlap`, which lies in the piece, into its place in a slot.
     fn read(
         &self,
@@ -493,7 +503,11 @@ impl Piece {
         let noted;
         let (bytes, start): (&dyn ReadAt, u64) = match &self.start {
             StorageStart::Offset(start) => (file, *start),
-            StorageStart::Record(archive, index) => (file, archive.data_offset_at(file, *index)?),
+            StorageStart::Record(archive, index) => {
+                let record = archive.get(file, *index)?;
+                noted = record.reader(file);
+                (&noted, record.start())
+            }
             StorageStart::Stored(record, start) => {
                 noted = record.reader(file);
                 (&noted, *start)
@@ -623,6 +637,21 @@ impl Checkpoint for Assembled {
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         check_replicas(self, keys)
+    }
+
+    fn check_elements_read(&self) -> Result<(), FileError> {
+        for (fqn, pieces) in &self.pieces {
+            for (stored, piece) in pieces {
+                let Some(record) = piece.record_read() else {
+                    continue;
+                };
+                let file = self.directory.file(&piece.file)?;
+                record
+                    .read_rest(&*file)
+                    .map_err(|source| item_error(&self.directory, fqn, stored, source))?;
+            }
+        }
+        Ok(())
     }
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {

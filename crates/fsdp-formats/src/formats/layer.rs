@@ -115,6 +115,19 @@ pub trait Layer: Send + Sync {
         Vec::new()
     }
 
+    /// Is called with boxes of a tensor that have been read from a source as they are. By default
+    /// it does nothing.
+    fn note_read(&self, fqn: &str, slots: &[Slot<'_>]) -> Result<(), FileError> {
+        let _ = (fqn, slots);
+        Ok(())
+    }
+
+    /// Checks the elements that [`Layer::note_read`] has noted; see
+    /// [`Checkpoint::check_elements_read`].
+    fn check_noted(&self) -> Result<(), FileError> {
+        Ok(())
+    }
+
     /// Returns what the layer itself changes; see [`Checkpoint::changes`].
     fn own_changes(&self) -> Vec<Change> {
         Vec::new()
@@ -268,7 +281,10 @@ impl<L: Layer> Checkpoint for L {
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         match find_origin(self, fqn)? {
-            Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
+            Origin::Source(source, name) => {
+                self.source(source).read_boxes(name, slots)?;
+                self.note_read(fqn, slots)
+            }
             Origin::Made => self.read_made(fqn, slots),
             Origin::Value(_) => Err(FileError::not_stored(fqn)),
         }
@@ -351,6 +367,13 @@ impl<L: Layer> Checkpoint for L {
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         check_sources(self, keys, &|source, keys| source.check_copies(keys))
+    }
+
+    fn check_elements_read(&self) -> Result<(), FileError> {
+        for source in &self.view().sources {
+            source.check_elements_read()?;
+        }
+        self.check_noted()
     }
 
     fn changes(&self) -> Vec<Change> {

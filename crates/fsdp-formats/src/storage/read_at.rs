@@ -3,6 +3,7 @@
 use std::io::{Error, ErrorKind};
 use std::ops::Range;
 
+use crate::budget::FREE_BYTES;
 use crate::error::FormatError;
 use crate::limits::check_limit;
 
@@ -47,14 +48,15 @@ pub trait ReadAt: Send + Sync {
     }
 }
 
-/// The length from which bytes that are read whole are looked at for holes.
-const LARGE_BYTES: u64 = 1 << 20;
+/// The length from which bytes that are read whole are looked at for holes. Values of zeros have
+/// some after a copy that leaves out zeros.
+const LARGE_BYTES: u64 = FREE_BYTES;
 
 /// Reads a whole range into memory. It is for metadata, headers, directories and values, not for
 /// elements of tensors.
 ///
 /// A large range with a hole is refused. A sparse file takes no space on a disk, but reading it
-/// could fill the memory, and no program writes such metadata.
+/// could fill the memory.
 pub fn read_whole<S: ReadAt + ?Sized>(
     source: &S,
     offset: u64,
@@ -63,7 +65,8 @@ pub fn read_whole<S: ReadAt + ?Sized>(
     let end = end_within(source.len(), offset, length)?;
     if length >= LARGE_BYTES && source.has_hole(offset..end) {
         let reason = format!(
-            "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them"
+            "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them \
+             (`cp --sparse=never` copies zeros too)"
         );
         return Err(FormatError::malformed("file", reason));
     }

@@ -28,7 +28,7 @@ use crate::limits::MAX_FLAT_VALUES;
 use crate::pickle::{Fields, Global, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::ReadAt;
-use crate::zip::Directory;
+use crate::zip::{Directory, StoredRecords};
 
 /// The content of a file.
 #[derive(Debug, Clone)]
@@ -225,7 +225,7 @@ fn flatten_file(
         }
         (
             archive.read_pickle(file)?,
-            Storages::Archive(Arc::new(archive)),
+            Storages::Archive(Arc::new(StoredRecords::new(archive))),
         )
     };
     let parsed = parse(&pickle)?;

@@ -10,13 +10,13 @@ use super::Result;
 use crate::error::FormatError;
 use crate::formats::assembled::StorageStart;
 use crate::storage::read_at::ReadAt;
-use crate::zip::Directory;
+use crate::zip::{Stored, StoredRecords};
 
 /// The storages of a file.
 #[derive(Debug, Clone)]
 pub(crate) enum Storages {
     /// Records of a zip archive.
-    Archive(Arc<Directory>),
+    Archive(Arc<StoredRecords>),
     /// Ranges after the pickles, by key: what torch before 1.6 wrote.
     Legacy(HashMap<String, Range<u64>>),
 }
@@ -28,7 +28,7 @@ impl Storages {
         let (start, length) = match self {
             Storages::Archive(archive) => {
                 let name = format!("data/{key}");
-                let storage = archive.records.get_full(&name);
+                let storage = archive.directory.records.get_full(&name);
                 let (index, _, record) = storage.ok_or(FormatError::MissingRecord { name })?;
                 (StorageStart::Record(archive.clone(), index), record.length)
             }
@@ -49,13 +49,27 @@ impl Storages {
     }
 
     /// Returns the offset in the file of the first byte of a storage, after checking that it has at
-    /// least this many bytes.
-    pub(crate) fn find_data(&self, file: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64> {
-        match self.find_start(key, bytes)? {
-            StorageStart::Record(archive, index) => archive.data_offset_at(file, index),
-            StorageStart::Offset(start)
-            | StorageStart::Stored(_, start)
-            | StorageStart::Deflated(_, start) => Ok(start),
+    /// least this many bytes, and the record that it is, if the file has records.
+    pub(crate) fn find_data(
+        &self,
+        file: &dyn ReadAt,
+        key: &str,
+        bytes: u64,
+    ) -> Result<(Option<&Stored>, u64)> {
+        match (self, self.find_start(key, bytes)?) {
+            (Storages::Archive(archive), StorageStart::Record(_, index)) => {
+                let record = archive.get(file, index)?;
+                Ok((Some(record), record.start()))
+            }
+            (
+                _,
+                StorageStart::Offset(start)
+                | StorageStart::Stored(_, start)
+                | StorageStart::Deflated(_, start),
+            ) => Ok((None, start)),
+            (Storages::Legacy(_), StorageStart::Record(..)) => {
+                unreachable!("a file of ranges has no records")
+            }
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::pickle::{
 };
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::StoredElements;
-use crate::zip::{ArchiveLayout, Directory, ROOT};
+use crate::zip::{ArchiveLayout, Directory, ROOT, StoredRecords};
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the
 /// zip's records.
@@ -281,7 +281,7 @@ pub(crate) fn decode_value_within(
 ) -> Result<PlainValue> {
     let archive = Directory::read(item)?;
     let pickle = archive.read_pickle(item)?;
-    let storages = Storages::Archive(Arc::new(archive));
+    let storages = Storages::Archive(Arc::new(StoredRecords::new(archive)));
     let mut loader = TensorLoader::new(&storages, item);
     convert_root(&pickle, budget, describes, &mut loader)
 }
@@ -345,7 +345,7 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     else {
         return Ok(None);
     };
-    let storages = Storages::Archive(Arc::new(archive.clone()));
+    let storages = Storages::Archive(Arc::new(StoredRecords::new(archive.clone())));
     let mut loader = TensorLoader::new(&storages, source);
     convert(&mut Walk::new(&parsed), quantizer, &mut loader).map(Some)
 }
@@ -398,13 +398,15 @@ impl<'a> TensorLoader<'a> {
     fn digest(&self, key: &str, bytes: u64) -> Result<Digest> {
         /// The bytes that are read at once.
         const PIECE_BYTES: u64 = 1 << 20;
-        let start = self.storages.find_data(self.source, key, bytes)?;
+        let (record, start) = self.storages.find_data(self.source, key, bytes)?;
+        let noted = record.map(|record| record.reader(self.source));
+        let source = noted.as_ref().map_or(self.source, |noted| noted);
         let mut buffer = vec![0; bytes.min(PIECE_BYTES) as usize];
         let mut sum = Sum::default();
         let mut position = 0;
         while position < bytes {
             let piece = &mut buffer[..(bytes - position).min(PIECE_BYTES) as usize];
-            self.source.read_exact_at(start + position, piece)?;
+            source.read_exact_at(start + position, piece)?;
             sum.add_bytes(position, piece);
             position += piece.len() as u64;
         }
@@ -416,9 +418,11 @@ impl LoadTensors for TensorLoader<'_> {
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor> {
         let element_bytes = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element_bytes;
-        let storage =
+        let (record, start) =
             self.storages
                 .find_data(self.source, &tensor.storage, tensor.storage_bytes)?;
+        let noted = record.map(|record| record.reader(self.source));
+        let source = noted.as_ref().map_or(self.source, |noted| noted);
         // An expanded tensor is larger than its storage, and several tensors may share one.
         self.budget
             .charge("bytes of tensors in values", length as u64)?;
@@ -426,11 +430,11 @@ impl LoadTensors for TensorLoader<'_> {
         let mut data = vec![0; length];
         let mut slot = Slot::new(whole.clone(), &mut data);
         let stored = StoredElements {
-            storage,
+            storage: start,
             element: element_bytes,
             layout: &tensor.layout,
         };
-        stored.read(&mut BlockReader::new(self.source), &whole, &mut slot)?;
+        stored.read(&mut BlockReader::new(source), &whole, &mut slot)?;
         Ok(PlainTensor {
             dtype: tensor.dtype,
             shape: tensor.shape.clone(),

@@ -47,6 +47,15 @@ pub fn check_records(
     outcomes.into_iter().collect()
 }
 
+/// Checks the checksum of each record of an item of torch that is in memory.
+pub(crate) fn check_records_in_memory(item: &[u8]) -> Result<()> {
+    let archive = Directory::read(&item)?;
+    for (name, record) in &archive.records {
+        archive.read_record(&item, name, record.length)?;
+    }
+    Ok(())
+}
+
 /// Computes the CRC-32 of `length` bytes from `start` on, and reports them to `progress`.
 fn compute_crc(
     item: &dyn ReadAt,

@@ -23,13 +23,14 @@ mod read;
 mod stored;
 
 pub use checksums::check_records;
+pub(crate) use checksums::check_records_in_memory;
 pub(crate) use inflate::{Deflated, ReadStates};
 pub use layout::ArchiveLayout;
 #[cfg(test)]
 use layout::STORAGE_ALIGNMENT;
 pub use read::Directory;
 pub(crate) use read::Record;
-pub(crate) use stored::Stored;
+pub(crate) use stored::{Stored, StoredRecords};
 
 use crate::error::FormatError;
 

@@ -32,7 +32,7 @@ pub struct Record {
     /// `true` if it is compressed with DEFLATE. Only an archive [without a
     /// root](Directory::read_rootless) has such records.
     pub is_deflated: bool,
-    /// CRC-32 of its data, as the directory claims. torch does not check it, and may leave it 0.
+    /// CRC-32 of its data, as the directory claims. Some writers leave it 0.
     pub crc: u32,
     name_length: u16,
 }
@@ -226,13 +226,15 @@ impl Directory {
         self.read_record(source, "data.pkl", MAX_OBJECT_BYTES)
     }
 
-    /// Reads all bytes of a record that is not compressed. One of more than `max_bytes` bytes is an
-    /// error.
+    /// Reads all bytes of a record that is not compressed. One of more than `max_bytes` bytes, and
+    /// one that does not have its checksum are errors.
     pub fn read_record(&self, source: &dyn ReadAt, name: &str, max_bytes: u64) -> Result<Vec<u8>> {
         let record = self.get(name)?;
         check_limit("record length", record.length, max_bytes)?;
         let data_offset = self.data_offset(source, name, record)?;
-        read_whole(source, data_offset, record.length)
+        let bytes = read_whole(source, data_offset, record.length)?;
+        check_crc(record.crc, crc32fast::hash(&bytes))?;
+        Ok(bytes)
     }
 }
 

@@ -6,18 +6,49 @@
 //! nothing is read for the sake of the checksum, and a record that is read in part is not checked.
 
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use crc32fast::Hasher;
 
 use super::read::check_crc;
-use super::{Record, Result};
+use super::{Directory, Record, Result};
 use crate::storage::read_at::ReadAt;
 use crate::threads::lock;
 
 /// The most parts of a record of which checksums are kept. Reads that leave more gaps than that
 /// between them take columns out of a large array; the array is not checked then.
 const MAX_PARTS: usize = 1024;
+
+/// An archive of stored records, and how much of their checksums is known.
+#[derive(Debug)]
+pub(crate) struct StoredRecords {
+    pub(crate) directory: Directory,
+    /// By the position in the directory; each is filled when the record is first read.
+    records: Vec<OnceLock<Stored>>,
+}
+
+impl StoredRecords {
+    /// Describes the records of an archive.
+    pub(crate) fn new(directory: Directory) -> Self {
+        let records = directory.records.iter().map(|_| OnceLock::new()).collect();
+        StoredRecords { directory, records }
+    }
+
+    /// Returns the record at a position in the directory, after checking its local header.
+    pub(crate) fn get(&self, file: &dyn ReadAt, index: usize) -> Result<&Stored> {
+        if let Some(record) = self.records[index].get() {
+            return Ok(record);
+        }
+        let start = self.directory.data_offset_at(file, index)?;
+        let record = || Stored::new(start, &self.directory.records[index]);
+        Ok(self.records[index].get_or_init(record))
+    }
+
+    /// Returns the record at a position in the directory, if it was read.
+    pub(crate) fn if_read(&self, index: usize) -> Option<&Stored> {
+        self.records[index].get()
+    }
+}
 
 /// A stored record, and how much of its checksum is known.
 #[derive(Debug)]
@@ -57,6 +88,34 @@ impl Stored {
             crc: record.crc,
             progress: Mutex::new(Progress::Parts(Vec::new())),
         }
+    }
+
+    /// Returns where its data begins in the file.
+    pub(crate) const fn start(&self) -> u64 {
+        self.range.start
+    }
+
+    /// Reads the bytes that were not read yet, so that the checksum is compared, if they are the
+    /// smaller part: a storage may be longer than the tensor in it.
+    pub(crate) fn read_rest(&self, file: &dyn ReadAt) -> Result<()> {
+        /// The bytes that are read at once.
+        const PIECE_BYTES: u64 = 1 << 20;
+        let gaps = match &*lock(&self.progress) {
+            Progress::Parts(parts) => find_gaps(parts, &self.range),
+            Progress::Whole(_) | Progress::GivenUp => return Ok(()),
+        };
+        let missing_bytes: u64 = gaps.iter().map(|gap| gap.end - gap.start).sum();
+        if missing_bytes > (self.range.end - self.range.start) / 2 {
+            return Ok(());
+        }
+        let mut buffer = Vec::new();
+        for gap in gaps {
+            for start in gap.clone().step_by(PIECE_BYTES as usize) {
+                buffer.resize(PIECE_BYTES.min(gap.end - start) as usize, 0);
+                self.reader(file).read_exact_at(start, &mut buffer)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns a reader of this file that takes note of what is read of the record. Its positions

@@ -33,9 +33,10 @@ pub struct Cast {
 pub(super) enum CastOutcome {
     /// It is cast.
     Cast,
-    /// It is of no type that could be cast, or has the type already, or belongs to an optimizer
-    /// whose state stays.
+    /// It is of no type that could be cast, or has the type already.
     Same,
+    /// It is state of an optimizer, and stays.
+    OptimizerState,
     /// It is a hyperparameter, a count or a scale, and stays.
     Constant,
     /// It is a number of a type that cannot be cast, and stays.
@@ -58,7 +59,7 @@ impl Cast {
         }
         // The codes of 8-bit floats may be scales too.
         if !self.with_optimizer && roles.optimizers.is_state(fqn) {
-            return CastOutcome::Same;
+            return CastOutcome::OptimizerState;
         }
         if !CASTABLE.contains(&dtype) {
             return CastOutcome::Uncastable;
@@ -269,6 +270,8 @@ pub(crate) struct LostElements {
     pub(crate) infinite: u64,
     /// Ones other than zero that became zero.
     pub(crate) zero: u64,
+    /// Finite ones that became NaN or infinite because what they were computed with is.
+    pub(crate) spoiled: u64,
 }
 
 impl LostElements {
@@ -277,6 +280,7 @@ impl LostElements {
         LostElements {
             infinite: u64::from(after.is_infinite && !before.is_infinite),
             zero: u64::from(after.is_zero && !before.is_zero),
+            spoiled: 0,
         }
     }
 }
@@ -285,6 +289,7 @@ impl AddAssign for LostElements {
     fn add_assign(&mut self, other: Self) {
         self.infinite += other.infinite;
         self.zero += other.zero;
+        self.spoiled += other.spoiled;
     }
 }
 
@@ -342,12 +347,16 @@ impl Losses {
     /// Returns what tells them; nothing if no element was lost so far.
     pub(crate) fn changes(&self) -> Vec<Change> {
         let boxes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut infinite, mut zero) = (Vec::new(), Vec::new());
+        let (mut infinite, mut zero, mut spoiled) = (Vec::new(), Vec::new(), Vec::new());
         let mut total = LostElements::default();
         for (fqn, lost_by_box) in &*boxes {
             let mut lost = LostElements::default();
             lost_by_box.values().for_each(|counts| lost += *counts);
-            for (count, names) in [(lost.infinite, &mut infinite), (lost.zero, &mut zero)] {
+            for (count, names) in [
+                (lost.infinite, &mut infinite),
+                (lost.zero, &mut zero),
+                (lost.spoiled, &mut spoiled),
+            ] {
                 if count > 0 {
                     names.push(format!("{fqn}: {count}"));
                 }
@@ -362,9 +371,15 @@ impl Losses {
             "got zeros, {} in all, for elements that were not zero and are too small for the dtype",
             total.zero
         );
+        let computed_with = format!(
+            "got NaN or infinite elements, {} in all, because another source, or a scale, has such \
+             ones",
+            total.spoiled
+        );
         let infinite = Change::new("tensor", too_large, infinite);
         let zero = Change::new("tensor", too_small, zero);
-        infinite.into_iter().chain(zero).collect()
+        let spoiled = Change::new("tensor", computed_with, spoiled);
+        infinite.into_iter().chain(zero).chain(spoiled).collect()
     }
 }
 

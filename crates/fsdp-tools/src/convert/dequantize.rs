@@ -339,8 +339,8 @@ impl ScaledWeight {
 }
 
 /// Multiplies each number by the scale of its block. Returns how many products cannot be held:
-/// those that became infinite though number and scale are finite, and those that became zero though
-/// neither is.
+/// those that became infinite though number and scale are finite, those that became zero though
+/// neither is, and those that became NaN or infinite because the scale is.
 fn multiply_by_scale(numbers: &mut [f32], scale: f32) -> LostElements {
     let mut lost = LostElements::default();
     for number in numbers {
@@ -350,6 +350,7 @@ fn multiply_by_scale(numbers: &mut [f32], scale: f32) -> LostElements {
             is_zero: *number == 0.0 || scale == 0.0,
         };
         lost += LostElements::of_element(before, product.into());
+        lost.spoiled += u64::from(number.is_finite() && !scale.is_finite());
         *number = product;
     }
     lost

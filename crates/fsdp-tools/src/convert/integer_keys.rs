@@ -1,35 +1,49 @@
 //! The keys of an optimizer's `state`: torch has the numbers of the parameters there, and most
-//! formats only their texts. `torch.optim` ignores state under texts.
+//! formats only their texts. `torch.optim` ignores state under texts, and refuses to load an
+//! optimizer without `state`, which most formats do not have if it is empty.
 
 use std::collections::{HashMap, HashSet};
 
 use fsdp_formats::checkpoint::Structure;
 use fsdp_layout::PlainValue;
 
+/// The paths of what was restored in the states of optimizers.
+#[derive(Default)]
+pub(super) struct Restored {
+    /// Keys that became integers.
+    pub(super) keys: Vec<String>,
+    /// Each `state` that was added, because it was empty.
+    pub(super) states: Vec<String>,
+}
+
 /// Makes integers of the keys of each `state` that are texts of numbers which the `param_groups`
-/// beside it have. Returns the paths of these keys.
-pub(super) fn restore_integer_keys(
+/// beside it have, and adds an empty `state` where there is none.
+pub(super) fn restore_optimizers(
     structure: &mut Structure,
     values: &HashMap<String, PlainValue>,
-) -> Vec<String> {
-    let mut restored = Vec::new();
-    restore_keys_below(structure, "", values, &mut restored);
+) -> Restored {
+    let mut restored = Restored::default();
+    restore_below(structure, "", values, &mut restored);
     restored
 }
 
-/// Does the work of [`restore_integer_keys`] for one container and all containers inside of it, and
-/// adds the paths of the keys to `restored`. `path` is the container's own, with a dot at its end.
-fn restore_keys_below(
+/// Does the work of [`restore_optimizers`] for one container and all containers inside of it. `path`
+/// is the container's own, with a dot at its end.
+fn restore_below(
     structure: &mut Structure,
     path: &str,
     values: &HashMap<String, PlainValue>,
-    restored: &mut Vec<String>,
+    restored: &mut Restored,
 ) {
     match structure {
         Structure::Dict(items) => {
             let mut ids = HashSet::new();
             if let Some(groups) = item_at(items, "param_groups") {
                 collect_ids(&items[groups].1, values, &mut ids);
+            }
+            if !ids.is_empty() && item_at(items, "state").is_none() {
+                items.insert(0, ("state".into(), Structure::Dict(Vec::new())));
+                restored.states.push(format!("{path}state"));
             }
             if let Some(state) = item_at(items, "state")
                 && let Structure::Dict(entries) = &mut items[state].1
@@ -41,18 +55,18 @@ fn restore_keys_below(
                 for (key, _) in entries {
                     if let Some(id) = id_of_text(key) {
                         *key = PlainValue::Int(id);
-                        restored.push(format!("{path}state.{id}"));
+                        restored.keys.push(format!("{path}state.{id}"));
                     }
                 }
             }
             for (key, item) in items {
                 let text = key.key_text().unwrap_or_default();
-                restore_keys_below(item, &format!("{path}{text}."), values, restored);
+                restore_below(item, &format!("{path}{text}."), values, restored);
             }
         }
         Structure::List(items) | Structure::Tuple(items) => {
             for (index, item) in items.iter_mut().enumerate() {
-                restore_keys_below(item, &format!("{path}{index}."), values, restored);
+                restore_below(item, &format!("{path}{index}."), values, restored);
             }
         }
         Structure::Leaf(_) | Structure::Module(..) => {}

@@ -12,6 +12,7 @@
 
 mod account;
 mod cast;
+mod compared;
 mod config;
 mod copied;
 mod dequantize;
@@ -50,6 +51,7 @@ use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
 pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Optimizers};
+pub use self::compared::Compared;
 pub use self::config::ConfigEdits;
 pub use self::dequantize::Dequantized;
 pub(crate) use self::names::{NamesInValues, NewKeysOf};

@@ -83,6 +83,7 @@ pub(super) fn write(
         }
         written.push(files);
     }
+    source.check_elements_read()?;
     let (lineage, digests) = (source.lineage().cloned(), source.digests());
     finish_copy(
         conversion.staging,

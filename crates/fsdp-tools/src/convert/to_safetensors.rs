@@ -358,6 +358,7 @@ pub(super) fn write_file(
         &list_whole_tensors(source, &inner_tensors),
         &mut sums,
     )?;
+    source.check_elements_read()?;
     check_copy(staging.target(), source.digests(), &side.digests(&sums))?;
     commit_file(staging, Some(sidecar))?;
     Ok(values.map(|_| values_name))
@@ -424,6 +425,7 @@ impl<'w> DirectoryWriter<'w> {
         index: Option<Vec<u8>>,
     ) -> Result<Option<String>, FileError> {
         let digests = self.side.digests(&self.sums);
+        self.side.source.check_elements_read()?;
         check_copy(self.staging.target(), self.side.source.digests(), &digests)?;
         self.integrity.digests = Some(digests);
         // The integrity file covers the small files too, so they are hashed before it is written.

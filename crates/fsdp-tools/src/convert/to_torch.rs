@@ -15,7 +15,7 @@ use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::integer_keys::restore_integer_keys;
+use super::integer_keys::restore_optimizers;
 use super::numpy::{holds_numpy, without_numpy};
 use super::output::{
     CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, unsupported,
@@ -205,9 +205,11 @@ pub(super) fn read_content(
     ));
     // Where the types of keys are known, they stay as they are.
     if source.structure().is_none() {
-        let restored = restore_integer_keys(&mut structure, &values);
+        let restored = restore_optimizers(&mut structure, &values);
         let what = "of optimizer state became the integer that `param_groups` has";
-        changes.extend(Change::new("key", what, restored));
+        changes.extend(Change::new("key", what, restored.keys));
+        let what = "of an optimizer was added, empty, as torch has it";
+        changes.extend(Change::new("state", what, restored.states));
     }
     Ok((structure, values))
 }
@@ -240,6 +242,7 @@ pub(super) fn write(
     let mut sums = Sums::new();
     let is_checked = source.digests().is_some();
     archive.write(&conversion, None, is_checked.then_some(&mut sums))?;
+    source.check_elements_read()?;
     if is_checked {
         let written = digests_of(source, &values, &sums);
         check_unchanged(source, conversion.staging.target(), &written)?;

@@ -65,10 +65,11 @@ pub(super) fn write(
     }
     let digests = digests_of(source, &values, &sums);
     let staging = conversion.staging;
+    source.check_elements_read()?;
     check_unchanged(source, staging.target(), &digests)?;
     // Where the states of ranks are in files of their own, a reader may find that they are the
-    // same, and give them other keys than these digests have.
-    if items.iter().all(|item| item.by_rank.is_empty()) {
+    // same, and give them other keys than these digests have. Tensors in values get keys, too.
+    if items.iter().all(|item| item.by_rank.is_empty()) && !values.values().any(gets_keys) {
         integrity.digests = Some(match &items[..] {
             [item] if std::ptr::eq(item.structure, &structure) => digests
                 .iter()
@@ -87,6 +88,16 @@ pub(super) fn write(
     })?;
     staging.commit(INTEGRITY_FILE, &bytes)?;
     Ok(None)
+}
+
+/// Returns `true` for a value of whose parts a reader of these files makes tensors with keys.
+fn gets_keys(value: &PlainValue) -> bool {
+    match value {
+        PlainValue::Tensor(_) => true,
+        PlainValue::List(items) => items.iter().any(gets_keys),
+        PlainValue::Dict(items) => items.iter().any(|(_, item)| gets_keys(item)),
+        _ => false,
+    }
 }
 
 /// Returns the items: the entries of the outermost dict, if their keys can be names of items, and

@@ -86,6 +86,7 @@ impl<'a> View<'a> {
             if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast) {
                 match cast.outcome(fqn, tensor, &roles) {
                     CastOutcome::Same => {}
+                    CastOutcome::OptimizerState => kept.optimizer_state.push(name.clone()),
                     CastOutcome::Constant => kept.constants.push(name.clone()),
                     // An opaque tensor is copied as it is, or left out.
                     CastOutcome::Cast if source.opaque_type(fqn)?.is_none() => {
@@ -166,6 +167,8 @@ impl<'a> View<'a> {
 /// The tensors whose types a cast leaves as they are, though they are numbers.
 #[derive(Default)]
 struct KeptTypes {
+    /// State of optimizers.
+    optimizer_state: Vec<String>,
     /// Hyperparameters, counts and scales.
     constants: Vec<String>,
     /// Tensors of types that cannot be cast, each with its type.
@@ -175,12 +178,15 @@ struct KeptTypes {
 impl KeptTypes {
     /// Returns the lines that tell them.
     fn into_changes(self) -> impl Iterator<Item = Change> {
+        let optimizer_state = "kept the dtype, as state of an optimizer by the key \
+                               (`--cast-optimizer` casts it too)";
         let constants = "kept the dtype, as hyperparameters, counts or scales are never cast";
         let others = "kept the dtype, which `--dtype` does not cast (`--dequantize` computes \
                       8-bit weights from their scales)";
+        let optimizer_state = Change::new("tensor", optimizer_state, self.optimizer_state);
         let constants = Change::new("tensor", constants, self.constants);
         let others = Change::new("tensor", others, self.others);
-        constants.into_iter().chain(others)
+        optimizer_state.into_iter().chain(constants).chain(others)
     }
 }
 

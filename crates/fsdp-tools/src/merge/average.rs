@@ -12,6 +12,7 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::{TensorBox, count_text};
 
 use super::base_model::BaseModel;
+use super::lora::{check_same_scales, is_factor};
 use super::numbers::{fill_slots, write_numbers};
 use crate::convert::{CASTABLE, Losses, Optimizers};
 use crate::diff::{Difference, metadata_difference};
@@ -29,6 +30,8 @@ pub struct Average<'a> {
     weights: Vec<f64>,
     /// The keys of the tensors that are averaged.
     averaged: HashSet<String>,
+    /// Those of them that are factors of LoRA adapters.
+    factors: Vec<String>,
     losses: Losses,
 }
 
@@ -37,8 +40,8 @@ impl<'a> Average<'a> {
     /// 0; if it is empty, all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized
-    /// ones; weights that are not finite, or not one for each; an average of two weights that are
+    /// Checkpoints whose keys, shapes or dtypes differ; adapters with other scales; tensors of 8-bit
+    /// floats and other quantized ones; weights that are not finite, or not one for each; an average of two weights that are
     /// one in the first checkpoint.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, further_sources)) = sources.split_first() else {
@@ -84,6 +87,14 @@ impl<'a> Average<'a> {
                 )));
             }
         }
+        let tensors = first.metadata().tensors().map(|(fqn, _)| fqn);
+        let factors: Vec<String> = tensors
+            .filter(|fqn| averaged.contains(*fqn) && is_factor(fqn))
+            .map(str::to_owned)
+            .collect();
+        if !factors.is_empty() {
+            check_same_scales(&sources)?;
+        }
         // Replicas in a source are not replicas of the average.
         let metadata = Metadata {
             replicas: Vec::new(),
@@ -99,6 +110,7 @@ impl<'a> Average<'a> {
             },
             weights,
             averaged,
+            factors,
             losses: Losses::default(),
         };
         // Its configuration is that of the first checkpoint.
@@ -185,6 +197,12 @@ impl Layer for Average<'_> {
             "came from the first checkpoint alone",
             from_first.cloned().collect(),
         ));
+        changes.extend(Change::new(
+            "factor",
+            "of adapters became averages, whose products are not the averages of the products \
+             (merge each adapter into the base, and average the results)",
+            self.factors.clone(),
+        ));
         changes.extend(self.losses.changes());
         changes
     }
@@ -207,17 +225,23 @@ impl Layer for Average<'_> {
         // A complex number is two numbers.
         let number_dtype = parts_of_complex(dtype).unwrap_or(dtype);
         fill_slots(slots, dtype, |part: &TensorBox, bytes: &mut [u8]| {
-            let mut sums = vec![0.0; bytes.len() / number_dtype.size_in_bytes() as usize];
-            for (source, weight) in self.view.sources.iter().zip(&self.weights) {
+            let count = bytes.len() / number_dtype.size_in_bytes() as usize;
+            let mut sums = vec![0.0; count];
+            let mut is_finite_in_first = Vec::with_capacity(count);
+            for (position, source) in self.view.sources.iter().enumerate() {
+                let weight = self.weights[position];
                 source.read_box(fqn, part, bytes)?;
                 let mut index = 0;
                 for_each_number(number_dtype, bytes, &mut |number| {
+                    if position == 0 {
+                        is_finite_in_first.push(number.is_finite());
+                    }
                     sums[index] += weight * number;
                     index += 1;
                 });
             }
             // Round once, after all sources are added.
-            let lost = write_numbers(number_dtype, &sums, bytes);
+            let lost = write_numbers(number_dtype, &sums, &is_finite_in_first, bytes);
             self.losses.note(fqn, part, lost);
             Ok(())
         })

@@ -209,10 +209,14 @@ impl BaseModel {
             return false;
         };
         let is_named = EMBEDDINGS.contains(&layer) || OUTPUTS.contains(&layer);
+        // The layers of a block, which has a number, may have as many rows as there are tokens.
+        let is_in_block = key
+            .split('.')
+            .any(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()));
         match self.vocabulary_size {
             // A table may have more rows than there are tokens, for the sake of speed.
             Some(size) if *rows > size => is_named || FURTHER_OUTPUTS.contains(&layer),
-            Some(size) => *rows == size,
+            Some(size) => *rows == size && (is_named || !is_in_block),
             None => is_named,
         }
     }

@@ -71,14 +71,26 @@ const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 /// The settings of kinds of adapters that are not supported: their update is computed in another
 /// way, or applies to some tokens or layers only.
-const UNSUPPORTED_SETTINGS: [&str; 7] = [
+const UNSUPPORTED_SETTINGS: [&str; 8] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
     "layer_replication",
     "monteclora_config",
+    "target_parameters",
     "use_bdlora",
     "use_qalora",
+];
+
+/// The settings that determine by what the product of two factors is multiplied, and which way it
+/// lies.
+const SCALE_SETTINGS: [&str; 6] = [
+    "peft_type",
+    "lora_alpha",
+    "use_rslora",
+    "alpha_pattern",
+    "rank_pattern",
+    "fan_in_fan_out",
 ];
 
 impl LoraConfig {
@@ -164,6 +176,47 @@ impl LoraConfig {
         let alpha = alpha.unwrap_or(self.lora_alpha);
         Ok(alpha / if self.use_rslora { rank.sqrt() } else { rank })
     }
+}
+
+/// Returns `true` for the key of a factor of an adapter.
+pub(super) fn is_factor(fqn: &str) -> bool {
+    Factor::parse(fqn).is_some()
+}
+
+/// Checks that adapters whose settings are beside them have the same scales, so that an average of
+/// their factors has a scale.
+///
+/// # Errors
+/// One has other scales than the first; its settings cannot be read.
+pub(super) fn check_same_scales(adapters: &[&dyn Checkpoint]) -> Result<(), FileError> {
+    let mut first_found: Option<(&dyn Checkpoint, Value)> = None;
+    for adapter in adapters {
+        let directory = adapter.directory();
+        if !directory.has(ADAPTER_CONFIG_FILE)? {
+            continue;
+        }
+        let bytes = directory.read_checked(ADAPTER_CONFIG_FILE, MAX_CONFIG_BYTES)?;
+        let settings: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| FormatError::malformed(SETTINGS, error))
+            .map_err(|source| directory.file_error(ADAPTER_CONFIG_FILE, source))?;
+        let Some((first, first_settings)) = &first_found else {
+            first_found = Some((*adapter, settings));
+            continue;
+        };
+        for name in SCALE_SETTINGS {
+            if settings[name] != first_settings[name] {
+                return Err(FileError::Merge {
+                    reason: format!(
+                        "the adapters `{}` and `{}` have other settings of `{name}`, so an average of their factors has no \
+                         scale: merge each into the base, and average the results",
+                        first.path().display(),
+                        adapter.path().display()
+                    ),
+                });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The update of one weight.
@@ -765,8 +818,9 @@ impl Layer for Lora<'_> {
             let mut sums = Vec::with_capacity(part.numel());
             // Add the update in f64, and round the sum once.
             for_each_number(dtype, bytes, &mut |number| sums.push(number));
+            let was_finite: Vec<bool> = sums.iter().map(|number| number.is_finite()).collect();
             update.add_to(&mut sums, part, adapter)?;
-            let lost = write_numbers(dtype, &sums, bytes);
+            let lost = write_numbers(dtype, &sums, &was_finite, bytes);
             self.losses.note(fqn, part, lost);
             Ok(())
         })

@@ -35,9 +35,15 @@ pub(super) fn fill_slots(
     Ok(())
 }
 
-/// Writes numbers to `bytes` as elements, each rounded once, to nearest. Returns the number of
-/// finite ones that became infinite. Zeros are not counted: a small sum may cancel to zero.
-pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) -> LostElements {
+/// Writes numbers to `bytes` as elements, each rounded once, to nearest. Returns how many finite
+/// ones became infinite, and how many are NaN or infinite where the number `was_finite` before it
+/// was changed. Zeros are not counted: a small sum may cancel to zero.
+pub(super) fn write_numbers(
+    dtype: DType,
+    numbers: &[f64],
+    was_finite: &[bool],
+    bytes: &mut [u8],
+) -> LostElements {
     let infinite = match dtype {
         DType::F64 => write_each(numbers, bytes, |number| (number.to_le_bytes(), number)),
         DType::F32 => write_each(numbers, bytes, |number| {
@@ -54,7 +60,16 @@ pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) -> 
         }),
         _ => unreachable!("only tensors of the types of CASTABLE are computed"),
     };
-    LostElements { infinite, zero: 0 }
+    let spoiled = numbers
+        .iter()
+        .zip(was_finite)
+        .filter(|(number, was_finite)| **was_finite && !number.is_finite())
+        .count();
+    LostElements {
+        infinite,
+        zero: 0,
+        spoiled: spoiled as u64,
+    }
 }
 
 /// Rounds a number to `f32` "to odd": if it lies between two values of `f32`, to the one whose last
@@ -95,7 +110,7 @@ mod tests {
 
     fn encoded<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
         let mut bytes = [0; N];
-        write_numbers(dtype, &[number], &mut bytes);
+        write_numbers(dtype, &[number], &[true], &mut bytes);
         bytes
     }
 

@@ -4,10 +4,11 @@
 use std::collections::BTreeSet;
 
 use fsdp_formats::complete::Problem;
-use fsdp_formats::internals::{check_records, on_each};
-use fsdp_formats::metadata::StorageInfo;
+use fsdp_formats::internals::{byte_length, check_expansion, check_records, on_each, tensor_of};
+use fsdp_formats::metadata::{Replica, StorageInfo};
 use fsdp_formats::storage::ReadAt;
 use fsdp_formats::{FileError, FormatError};
+use fsdp_layout::TensorBox;
 
 use super::Verification;
 
@@ -15,17 +16,15 @@ impl Verification<'_> {
     /// Checks the zip checksums of all DCP items.
     pub(super) fn check_items(&mut self) {
         let checkpoint = self.checkpoint;
-        // A transformed item is no archive in the file.
-        let items: Vec<(&str, &StorageInfo)> = checkpoint
-            .metadata()
-            .stored()
-            .filter(|(_, _, stored)| stored.transforms.is_empty())
-            .map(|(fqn, _, stored)| (fqn, stored))
-            .collect();
-        let checked = on_each(&items, self.threads, |(fqn, stored)| {
-            self.check_item(fqn, stored)
+        let items: Vec<_> = checkpoint.metadata().stored().collect();
+        let checked = on_each(&items, self.threads, |&(fqn, bounds, stored)| {
+            if stored.transforms.is_empty() {
+                self.check_item(fqn, stored)
+            } else {
+                self.check_transformed_item(fqn, bounds, stored)
+            }
         });
-        for ((fqn, stored), checked) in items.into_iter().zip(checked) {
+        for ((fqn, _, stored), checked) in items.into_iter().zip(checked) {
             if let Err(error) = checked {
                 self.add_problem(fqn, Some(stored), &error);
             }
@@ -44,6 +43,35 @@ impl Verification<'_> {
         })
     }
 
+    /// Checks the checksums of an item that is no archive in the file, but becomes one when it is
+    /// read: a read compares them.
+    fn check_transformed_item(
+        &self,
+        fqn: &str,
+        bounds: Option<&TensorBox>,
+        stored: &StorageInfo,
+    ) -> Result<(), FileError> {
+        let replica = Replica {
+            fqn: fqn.to_owned(),
+            bounds: bounds.cloned(),
+            stored: stored.clone(),
+        };
+        let read = match bounds {
+            Some(bounds) => {
+                let tensor = tensor_of(self.checkpoint.metadata(), fqn)?;
+                let length = byte_length(bounds, tensor.properties.dtype).unwrap_or(usize::MAX);
+                check_expansion(self.checkpoint, fqn, length as u64)?;
+                self.checkpoint
+                    .read_replica(&replica, bounds, &mut vec![0; length])
+            }
+            None => self.checkpoint.read_value_replica(&replica).map(drop),
+        };
+        match read {
+            Err(error) if error.opaque_type().is_some() => Ok(()),
+            outcome => outcome,
+        }
+    }
+
     /// Checks the zip checksums of all files that are archives: of pickles, storages and arrays.
     pub(super) fn check_files(&mut self) {
         let checkpoint = self.checkpoint;
@@ -57,11 +85,51 @@ impl Verification<'_> {
             names.extend(checkpoint.path().file_name().and_then(|name| name.to_str()));
         }
         for name in names {
-            if let Err(error) = self.check_file(name) {
-                let problem = Problem::of_file(name, &error);
-                self.report.problems.push(problem);
+            let Err(error) = self.check_file(name) else {
+                continue;
+            };
+            let problem = Problem::of_file(name, &error);
+            let keys = match problem.offset {
+                Some(offset) => self.keys_of_record(name, offset),
+                None => Vec::new(),
+            };
+            if keys.iter().any(|key| self.named_keys.contains(key)) {
+                continue;
             }
+            self.report.problems.push(Problem {
+                fqn: keys.first().cloned(),
+                ..problem
+            });
+            self.named_keys.extend(keys);
         }
+    }
+
+    /// Returns the keys of the tensors whose elements lie in the record of a file that begins at
+    /// this offset.
+    fn keys_of_record(&self, name: &str, data_offset: u64) -> Vec<String> {
+        /// A local header, without the name and the extra field, whose lengths are at its end.
+        const HEADER_BYTES: usize = 30;
+        let stored = self.checkpoint.metadata().stored();
+        let before: Vec<(&str, u64)> = stored
+            .filter(|(_, _, stored)| stored.relative_path == name && stored.offset < data_offset)
+            .map(|(fqn, _, stored)| (fqn, stored.offset))
+            .collect();
+        let Some(header_offset) = before.iter().map(|&(_, offset)| offset).max() else {
+            return Vec::new();
+        };
+        let mut header = [0; HEADER_BYTES];
+        let file = self.checkpoint.directory().file(name);
+        let read = file.map(|file| file.read_exact_at(header_offset, &mut header));
+        let [.., name_0, name_1, extra_0, extra_1] = header;
+        let lengths = [[name_0, name_1], [extra_0, extra_1]].map(u16::from_le_bytes);
+        let header_bytes = HEADER_BYTES as u64 + lengths.map(u64::from).iter().sum::<u64>();
+        if !matches!(read, Ok(Ok(()))) || header_offset + header_bytes != data_offset {
+            return Vec::new();
+        }
+        let of_record = before
+            .iter()
+            .filter(|&&(_, offset)| offset == header_offset);
+        of_record.map(|&(fqn, _)| fqn.to_owned()).collect()
     }
 
     /// Checks the checksum of each record of a file, if it is an archive.

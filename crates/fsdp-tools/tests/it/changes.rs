@@ -534,6 +534,34 @@ fn integer_keys_of_optimizer_state_come_back_where_they_can() {
 }
 
 #[test]
+fn an_optimizer_without_state_has_an_empty_one_in_a_file_of_torch() {
+    let parent = TempDir::new().unwrap();
+    let ids = PlainValue::List(vec![PlainValue::Int(0)]);
+    let groups = PlainValue::List(vec![dict(vec![("params", ids), ("momentum", 0.0.into())])]);
+    let optimizer = dict(vec![("state", dict(vec![])), ("param_groups", groups)]);
+    let state = dict(vec![("w", floats(&[1], &[1.0])), ("optim", optimizer)]);
+    let source = opened(&write(&parent, &state));
+    let (middle, back) = (parent.path().join("middle"), parent.path().join("back.pt"));
+    to(&*source, &middle, OutputFormat::Dcp { ranks: 1 });
+    let report = to(&*opened(&middle), &back, OutputFormat::Torch);
+    assert_eq!(told(&report.changes, "was added, empty"), ["optim.state"]);
+    assert_eq!(opened(&back).structure(), source.structure());
+}
+
+#[test]
+fn tensors_that_are_taken_for_state_of_an_optimizer_are_listed_if_they_are_not_cast() {
+    let parent = TempDir::new().unwrap();
+    let layer = dict(vec![("weight", floats(&[2], &[1.0, 2.0]))]);
+    let state = dict(vec![("optim", layer), ("w", floats(&[1], &[1.0]))]);
+    let source = opened(&write(&parent, &state));
+    let kept = "as state of an optimizer by the key";
+    let view = cast_to(&*source, DType::BF16, false);
+    assert_eq!(told(&view.changes(), kept), ["optim.weight"]);
+    let view = cast_to(&*source, DType::BF16, true);
+    assert_eq!(told(&view.changes(), kept), [""; 0]);
+}
+
+#[test]
 fn a_copied_configuration_says_what_the_weights_are() {
     let parent = TempDir::new().unwrap();
     let source = opened(&write(&parent, &dict(vec![("w", floats(&[1], &[1.0]))])));

@@ -87,8 +87,27 @@ pub(crate) fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Replaces the first place of `old` in a file by `new`, of the same length.
+/// Replaces the first place of `old` in a file by `new`, of the same length, as if the file had been
+/// written so: without the checksums of what it was.
 pub(crate) fn replace(path: &Path, old: &[u8], new: &[u8]) {
+    damage(path, old, new);
+    let mut bytes = std::fs::read(path).unwrap();
+    clear_checksums(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Clears the checksums of all records of the archives in some bytes, so that none is compared.
+pub(crate) fn clear_checksums(bytes: &mut [u8]) {
+    const ENTRY: &[u8] = b"PK\x01\x02";
+    for start in 0..bytes.len().saturating_sub(20) {
+        if bytes[start..].starts_with(ENTRY) {
+            bytes[start + 16..start + 20].fill(0);
+        }
+    }
+}
+
+/// Replaces the first place of `old` in a file by `new`, of the same length.
+pub(crate) fn damage(path: &Path, old: &[u8], new: &[u8]) {
     assert_eq!(old.len(), new.len());
     let mut bytes = std::fs::read(path).unwrap();
     let at = bytes

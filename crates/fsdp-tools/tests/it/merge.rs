@@ -641,6 +641,41 @@ fn an_average_of_a_tied_model_and_one_that_is_not_is_refused() {
 }
 
 #[test]
+fn layers_of_blocks_with_as_many_rows_as_there_are_tokens_are_no_tables() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, number: f32| {
+        let directory = parent.path().join(name);
+        std::fs::create_dir(&directory).unwrap();
+        let config = r#"{"model_type": "gpt2", "vocab_size": 4, "tie_word_embeddings": true}"#;
+        std::fs::write(directory.join("config.json"), config).unwrap();
+        let source = file(
+            &parent.path().join(format!("{name}.pt")),
+            vec![
+                ("transformer.wte.weight", tensor(&[4, 1], &[number; 4])),
+                (
+                    "transformer.h.0.mlp.c_proj.weight",
+                    tensor(&[4, 1], &[number + 1.0; 4]),
+                ),
+                (
+                    "transformer.h.1.mlp.c_proj.weight",
+                    tensor(&[4, 1], &[number + 2.0; 4]),
+                ),
+            ],
+        );
+        let to = directory.join("model.safetensors");
+        let target = OutputFormat::SafetensorsFile;
+        convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        open(&directory, Default::default()).unwrap()
+    };
+    let (first, second) = (make("a", 1.0), make("b", 3.0));
+    let average = Average::new(vec![&*first, &*second], &[]).unwrap();
+    assert_eq!(
+        floats(&average, "transformer.h.1.mlp.c_proj.weight"),
+        [4.0; 4]
+    );
+}
+
+#[test]
 fn a_configuration_that_is_copied_must_be_true_of_what_is_merged() {
     let parent = tempfile::tempdir().unwrap();
     let tables = ["model.embed_tokens.weight", "lm_head.weight"];
@@ -910,6 +945,66 @@ fn elements_of_a_merge_that_become_infinite_are_counted() {
     let target = OutputFormat::Dcp { ranks: 2 };
     let report = convert(&average, &to, target, ConvertOptions::default()).unwrap();
     assert_eq!(told(&report.changes, "infinite"), ["w: 1", "wte: 1"]);
+}
+
+#[test]
+fn elements_that_another_source_makes_no_numbers_are_counted() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, numbers: [f32; 4]| {
+        file(
+            &parent.path().join(name),
+            vec![("w", tensor(&[2, 2], &numbers))],
+        )
+    };
+    let first = make("a.pt", [1.0, f32::NAN, 2.0, 3.0]);
+    let second = make("b.pt", [f32::NAN, f32::NAN, f32::INFINITY, 1.0]);
+    let average = Average::new(vec![&*first, &*second], &[]).unwrap();
+    let target = OutputFormat::SafetensorsFile;
+    let to = parent.path().join("average.safetensors");
+    let report = convert(&average, &to, target, ConvertOptions::default()).unwrap();
+    // The NaN that the first has was there before.
+    assert_eq!(told(&report.changes, "NaN or infinite"), ["w: 2"]);
+    let base = file(
+        &parent.path().join("base.pt"),
+        vec![("up.weight", tensor(&[2, 2], &[1.0, f32::NAN, 2.0, 3.0]))],
+    );
+    let path = parent.path().join("adapter");
+    let adapter = adapter(
+        &path,
+        r#"{"peft_type": "LORA", "lora_alpha": 1, "r": 1}"#,
+        vec![
+            (A, tensor(&[1, 2], &[1.0, 1.0])),
+            (B, tensor(&[2, 1], &[f32::NAN, 1.0])),
+        ],
+    );
+    let config = LoraConfig::read(path).unwrap();
+    let merged = Lora::new(&*base, &*adapter, &config).unwrap();
+    let to = parent.path().join("merged.safetensors");
+    let report = convert(&merged, &to, target, ConvertOptions::default()).unwrap();
+    assert_eq!(told(&report.changes, "NaN or infinite"), ["up.weight: 1"]);
+}
+
+#[test]
+fn an_average_of_adapters_is_one_of_factors_of_the_same_scale() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, alpha: u32| {
+        adapter(
+            &parent.path().join(name),
+            &format!(r#"{{"peft_type": "LORA", "lora_alpha": {alpha}, "r": 1}}"#),
+            vec![
+                (A, tensor(&[1, 2], &[1.0, 1.0])),
+                (B, tensor(&[2, 1], &[1.0, 1.0])),
+            ],
+        )
+    };
+    let (first, same, other) = (make("a", 8), make("b", 8), make("c", 16));
+    let average = Average::new(vec![&*first, &*same], &[]).unwrap();
+    assert_eq!(told(&average.changes(), "became averages"), [A, B]);
+    let error = with_causes(&Average::new(vec![&*first, &*other], &[]).unwrap_err());
+    assert!(
+        error.contains("`lora_alpha`") && error.contains("merge each into the base"),
+        "{error}"
+    );
 }
 
 #[test]

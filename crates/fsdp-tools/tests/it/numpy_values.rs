@@ -245,3 +245,21 @@ fn a_numpy_value_with_a_dtype_that_numpy_lacks_cannot_be_written() {
     let error = encode_value(&text).unwrap_err().to_string();
     assert!(error.contains("`<f3`"), "{error}");
 }
+
+#[test]
+fn arrays_in_a_directory_of_torch_checkpointing_are_read_and_verified_as_what_they_became() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in FILES {
+        let source = numpy_values(name);
+        let source = without_opaque(&*source);
+        let to = directory.path().join(name);
+        let target = OutputFormat::TorchCheckpointing { ranks: 2 };
+        convert(&source, &to, target, ConvertOptions::default()).unwrap();
+        let written = opened(&to);
+        let report = verify(&*written, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.problems.is_empty(), "{name}: {:?}", report.problems);
+        let again = directory.path().join(format!("{name} again"));
+        let target = OutputFormat::Dcp { ranks: 1 };
+        convert(&*written, &again, target, ConvertOptions::default()).unwrap();
+    }
+}

@@ -7,13 +7,15 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, Format};
 use fsdp_formats::internals::encode_value;
 use fsdp_formats::reader::CheckpointReader;
-use fsdp_layout::{DType, PlainTensor, PlainValue};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, with_causes};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_tools::map::{Map, Mapped, Values};
 use fsdp_tools::merge::Average;
 use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
-use crate::foreign::{assert_converts, copy, differences, fixture, opened, replace};
+use crate::foreign::{
+    assert_converts, copy, damage, differences, fixture, opened, refused, replace,
+};
 
 #[test]
 fn what_lightning_keeps_in_its_own_file_is_in_the_tree() {
@@ -349,25 +351,17 @@ fn changed(parent: &Path, name: &str) -> std::path::PathBuf {
 fn damage_to_such_a_file_is_found_with_and_without_hashes() {
     let parent = tempfile::tempdir().unwrap();
     let path = changed(parent.path(), "lightning");
-    replace(
-        &path.join("meta.pt"),
-        b"hyper_parameters",
-        b"hyper_parameterz",
-    );
-    let report = verify(&*opened(&path), Level::Hashes, VerifyOptions::default()).unwrap();
-    assert!(
-        report
-            .problems
-            .iter()
-            .any(|problem| problem.file.as_deref() == Some("meta.pt")),
-        "{:?}",
-        report.problems
-    );
-    replace(
-        &path.join("meta.pt"),
-        b"hyper_parameterz",
-        b"hyper_parameters",
-    );
+    let file = path.join("meta.pt");
+    let (sound, damaged) = (b"hyper_parameters", b"hyper_parameterz");
+    let assert_is_refused = || {
+        let error = refused(&path);
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        let text = with_causes(&error);
+        assert!(text.contains("meta.pt"), "{text}");
+    };
+    damage(&file, sound, damaged);
+    assert_is_refused();
+    damage(&file, damaged, sound);
     add_integrity(&path, None).unwrap();
     let report = verify(&*opened(&path), Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
@@ -375,16 +369,8 @@ fn damage_to_such_a_file_is_found_with_and_without_hashes() {
         "{:?}",
         report.problems
     );
-    replace(
-        &path.join("meta.pt"),
-        b"hyper_parameters",
-        b"hyper_parameterz",
-    );
-    let error = crate::foreign::refused(&path);
-    assert!(
-        fsdp_layout::with_causes(&error).contains("meta.pt"),
-        "{error}"
-    );
+    damage(&file, sound, damaged);
+    assert_is_refused();
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Verifying, sealing and comparing.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use fsdp_formats::FileError;
@@ -10,13 +11,14 @@ use fsdp_formats::metadata::{
 };
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::diff::{DiffOptions, Difference, Tolerance, diff};
 use fsdp_tools::verify::{
     Level, Report, VerifyOptions, add_integrity, compute_census, find_unknown_files, verify,
 };
 
+use crate::foreign::clear_checksums;
 use crate::sample::sample;
 use crate::state::save;
 use crate::truth::{Truth, check_against_truth, dcp_fixtures, fixtures};
@@ -220,6 +222,59 @@ fn the_first_bad_file_and_offset_are_named() {
     assert!(offset <= at && at < offset + (1 << 20), "{offset}");
 }
 
+/// Checks that a damaged checkpoint is not written again, under new hashes.
+fn assert_is_not_converted(path: &Path) {
+    let parent = tempfile::tempdir().unwrap();
+    let damaged = open(path, OpenOptions::default()).unwrap();
+    for (name, target) in [
+        ("copy.safetensors", OutputFormat::SafetensorsFile),
+        ("copy", OutputFormat::Dcp { ranks: 2 }),
+        ("copy.pt", OutputFormat::Torch),
+    ] {
+        let to = parent.path().join(name);
+        let error = convert(&*damaged, &to, target, ConvertOptions::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error:?}");
+        assert!(!to.exists(), "{name}");
+    }
+}
+
+#[test]
+fn checksums_find_damage_in_transformed_items_and_in_large_ones() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("zstd");
+    copy(&fixtures().join("variants_ws2/zstd"), &path);
+    assert!(verified(&path, Level::Hashes).is_ok());
+    // A literal of the compressed stream, which has no checksum of its own.
+    let file = path.join("__1_0.distcp");
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[3098] ^= 2;
+    std::fs::write(&file, bytes).unwrap();
+    assert!(!verified(&path, Level::Hashes).is_ok());
+    assert_is_not_converted(&path);
+
+    let source = parent.path().join("large.pt");
+    let tensor = PlainTensor {
+        dtype: DType::F32,
+        shape: LARGE.to_vec(),
+        data: vec![7; 4 * LARGE[0] * LARGE[1]],
+    };
+    let state = PlainValue::Dict(vec![("w".into(), PlainValue::Tensor(tensor))]);
+    std::fs::write(&source, encode_value(&state).unwrap()).unwrap();
+    let large = parent.path().join("large");
+    let opened = open(&source, OpenOptions::default()).unwrap();
+    let target = OutputFormat::Dcp { ranks: 1 };
+    convert(&*opened, &large, target, ConvertOptions::default()).unwrap();
+    // As torch writes it.
+    std::fs::remove_file(large.join(".integrity")).unwrap();
+    assert!(verified(&large, Level::Hashes).is_ok());
+    flip(&large.join("__0_0.distcp"), 9_000_000);
+    assert_is_not_converted(&large);
+    // Without verification nothing is compared.
+    let unverified = open(&large, OpenOptions { verify: false }).unwrap();
+    let to = parent.path().join("unverified");
+    convert(&*unverified, &to, target, ConvertOptions::default()).unwrap();
+}
+
 #[test]
 fn checksums_find_damage_in_foreign_checkpoints() {
     let parent = tempfile::tempdir().unwrap();
@@ -233,10 +288,11 @@ fn checksums_find_damage_in_foreign_checkpoints() {
         .position(|window| window == payload)
         .unwrap();
     flip(&path.join("__0_0.distcp"), at + 5);
-    assert!(verified(&path, Level::Sizes).is_ok());
+    assert!(verified(&path, Level::Structure).is_ok());
     let report = verified(&path, Level::Hashes);
     assert_eq!(report.problems.len(), 1);
     assert_eq!(report.problems[0].fqn.as_deref(), Some("rep"));
+    assert_is_not_converted(&path);
     std::fs::write(path.join("__7_0.distcp"), b"left by an earlier save").unwrap();
     let unknown = find_unknown_files(&*open(&path, OpenOptions::default()).unwrap()).unwrap();
     assert_eq!(unknown, [Path::new("__7_0.distcp")]);
@@ -284,7 +340,16 @@ fn checksums_find_damage_in_torch_files() {
                 flip(&file, at);
                 let report = verified(&file, Level::Hashes);
                 assert_eq!(report.problems.len(), 1, "byte {at} of {}", file.display());
-                assert_eq!(report.problems[0].offset, Some(data as u64));
+                // Some are small enough to be read whole before, and are named by their header.
+                let places = [data as u64, stored.offset].map(Some);
+                assert!(places.contains(&report.problems[0].offset));
+                assert!(report.problems[0].fqn.is_some());
+                let report = verified(&file, Level::Deep);
+                let names: HashSet<_> = report.problems.iter().map(|found| &found.fqn).collect();
+                assert_eq!(names.len(), report.problems.len(), "{:?}", report.problems);
+                if tried % 20 == 0 {
+                    assert_is_not_converted(&file);
+                }
                 flip(&file, at);
                 tried += 1;
             }
@@ -433,6 +498,9 @@ fn copies_that_differ_are_found_at_the_deepest_level() {
             .position(|window| window == truth)
             .unwrap();
     flip(&file, at);
+    let mut bytes = std::fs::read(&file).unwrap();
+    clear_checksums(&mut bytes);
+    std::fs::write(&file, bytes).unwrap();
     assert!(verified(&path, Level::Sizes).is_ok());
     let report = verified(&path, Level::Deep);
     let problem = report

@@ -17,16 +17,18 @@ pub(super) type Line = &'static str;
 pub(super) const KEPT: Line = "kept the dtype";
 pub(super) const INFINITE: Line = "got infinite elements";
 pub(super) const ZERO: Line = "got zeros";
+pub(super) const SPOILED: Line = "got NaN or infinite elements";
 pub(super) const DEQUANTIZED: Line = "multiplied by its scale";
 pub(super) const ACTIVATIONS: Line = "of activations";
 pub(super) const UNMATCHED: Line = "matched no rule of the map";
 pub(super) const FROM_FIRST: Line = "came from the first checkpoint";
 
 /// All kinds of lines.
-pub(super) const LINES: [Line; 7] = [
+pub(super) const LINES: [Line; 8] = [
     KEPT,
     INFINITE,
     ZERO,
+    SPOILED,
     DEQUANTIZED,
     ACTIVATIONS,
     UNMATCHED,
@@ -47,7 +49,11 @@ impl Account {
 
     /// Tells how many elements were lost, if some were.
     pub(super) fn tell_lost(&mut self, key: &str, lost: Lost) {
-        for (line, count) in [(INFINITE, lost.infinite), (ZERO, lost.zero)] {
+        for (line, count) in [
+            (INFINITE, lost.infinite),
+            (ZERO, lost.zero),
+            (SPOILED, lost.spoiled),
+        ] {
             if count > 0 {
                 self.tell(line, format!("{key}: {count}"));
             }
@@ -71,11 +77,12 @@ impl Account {
     }
 }
 
-/// The numbers of elements that became infinite, or zero.
+/// The numbers of elements that became infinite, or zero, or NaN or infinite because of others.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Lost {
     pub(super) infinite: usize,
     pub(super) zero: usize,
+    pub(super) spoiled: usize,
 }
 
 impl Lost {
@@ -219,6 +226,8 @@ pub(super) fn dequantize(account: &mut Account, dtype: DType) {
         };
         if scale.is_finite() {
             lost.infinite += usize::from(code.is_finite() && rounded.is_infinite());
+        } else {
+            lost.spoiled += usize::from(code.is_finite());
         }
         lost.zero += usize::from(code != 0.0 && scale != 0.0 && rounded == 0.0);
         products.push(product);
@@ -244,7 +253,11 @@ pub(super) fn cast(account: &mut Account, dtype: DType, with_optimizer: bool) {
         };
         let is_number = tensor.dtype.is_float() || tensor.dtype == DType::Complex64;
         let is_in_optimizer = key.contains("optim.");
-        if !is_number || tensor.dtype == dtype || is_in_optimizer && !with_optimizer {
+        if !is_number || tensor.dtype == dtype {
+            continue;
+        }
+        if is_in_optimizer && !with_optimizer {
+            account.tell(KEPT, key);
             continue;
         }
         if !CASTABLE.contains(&tensor.dtype) {

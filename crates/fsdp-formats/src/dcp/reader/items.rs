@@ -20,6 +20,7 @@ use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::lock;
 use crate::torch::tensor_ref::TensorRef;
+use crate::zip::{Directory, Stored, check_records_in_memory};
 
 /// The length up to which items are read whole, in one go.
 const SMALL_ITEM_BYTES: u64 = 64 << 10;
@@ -102,8 +103,12 @@ impl CheckpointReader {
         if stored.length <= SMALL_ITEM_BYTES || !stored.transforms.is_empty() {
             let bytes = read_item_bytes(&**file, stored, max_item_bytes(bounds, dtype))?;
             let known_item = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
+            let tensor = StoredTensor::locate_known(&bytes, known_item.as_deref())?;
+            if self.checks_records {
+                check_records_in_memory(&bytes)?;
+            }
             return Ok(LocatedTensor {
-                tensor: StoredTensor::locate_known(&bytes, known_item.as_deref())?,
+                tensor,
                 source: ItemSource::Memory(bytes),
                 item_start: 0,
             });
@@ -131,6 +136,38 @@ impl CheckpointReader {
             .entry(key)
             .or_insert_with(|| KnownItem::new(dtype, shape).ok().map(Arc::new));
         item.clone().filter(|item| item.length == length)
+    }
+
+    /// Returns the record with the payload of an item that lies in a file, so that its checksum is
+    /// compared; `None` if that need not be, or if the item has none.
+    pub(super) fn record_to_check(
+        &self,
+        item: ChunkItem<'_>,
+        located: &LocatedTensor,
+    ) -> Option<Arc<Stored>> {
+        let ItemSource::File(file) = &located.source else {
+            return None;
+        };
+        if !self.checks_records {
+            return None;
+        }
+        let StorageInfo { offset, length, .. } = *item.stored;
+        let place = (item.stored.relative_path.clone(), offset);
+        if let Some(record) = lock(&self.records).get(&place) {
+            return record.clone();
+        }
+        let find = || {
+            let archive = Directory::read(&Window::new(&**file, offset, length).ok()?).ok()?;
+            let StoredTensor {
+                tensor,
+                storage_offset,
+            } = &located.tensor;
+            let record = archive.records.get(&format!("data/{}", tensor.storage))?;
+            Some(Arc::new(Stored::new(offset + storage_offset, record)))
+        };
+        let record = find();
+        // Another thread may have been faster. Then its record knows what was read already.
+        lock(&self.records).entry(place).or_insert(record).clone()
     }
 
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends

@@ -35,6 +35,8 @@ use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
 use crate::payload::slot::Slot;
 use crate::plan::{LoadRequest, plan_load};
+use crate::threads::lock;
+use crate::zip::Stored;
 
 /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is
 /// none.
@@ -43,10 +45,15 @@ type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
 /// none.
 type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
 
+/// The records with the payloads of items, by file and offset of the item; `None` where the item is
+/// no archive.
+type Records = HashMap<(String, u64), Option<Arc<Stored>>>;
+
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
 /// Data files are opened when they are first needed. If the checkpoint has an integrity file, every
-/// byte that is read is checked against it. [`Checkpoint`] has the methods that all formats share:
+/// byte that is read is checked against it. Otherwise each item has a checksum, which is compared
+/// once all of its payload was read. [`Checkpoint`] has the methods that all formats share:
 ///
 /// ```no_run
 /// use fsdp_formats::checkpoint::Checkpoint as _;
@@ -64,6 +71,10 @@ pub struct CheckpointReader {
     metadata: Metadata,
     blobs: Mutex<Blobs>,
     known_items: Mutex<KnownItems>,
+    /// `true` if the checksums of items are compared, because nothing else tells whether their bytes
+    /// are those that were written.
+    checks_records: bool,
+    records: Mutex<Records>,
 }
 
 impl CheckpointReader {
@@ -101,10 +112,12 @@ impl CheckpointReader {
             _ => Metadata::merge(metadata_parts),
         };
         Ok(CheckpointReader {
+            checks_records: options.verify && !directory.has_integrity(),
             directory,
             metadata,
             blobs: Mutex::default(),
             known_items: Mutex::default(),
+            records: Mutex::default(),
         })
     }
 
@@ -221,6 +234,18 @@ impl Checkpoint for CheckpointReader {
                     Err(error) if error.opaque_type().is_some() => {}
                     checked => checked?,
                 }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_elements_read(&self) -> Result<(), FileError> {
+        let records: Vec<_> = lock(&self.records).clone().into_iter().collect();
+        for ((name, _), record) in records {
+            let file = self.directory.file(&name)?;
+            if let Some(record) = record {
+                let outcome = record.read_rest(&*file);
+                outcome.map_err(|source| self.directory.file_error(&name, source))?;
             }
         }
         Ok(())

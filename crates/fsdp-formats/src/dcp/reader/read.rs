@@ -40,7 +40,8 @@ impl CheckpointReader {
     ) -> Result<(), FileError> {
         self.read_from_file(item.fqn, item.stored, |file| {
             let located = self.locate_tensor(file, item)?;
-            let unchecked;
+            let record = self.record_to_check(item, &located);
+            let (unchecked, noted);
             let source: &dyn ReadAt = match &located.source {
                 ItemSource::Memory(bytes) => bytes,
                 // Bytes whose sums will be compared with a digest need no check of their hashes.
@@ -48,7 +49,13 @@ impl CheckpointReader {
                     unchecked = file.unchecked();
                     &unchecked
                 }
-                ItemSource::File(file) => &**file,
+                ItemSource::File(file) => match &record {
+                    Some(record) => {
+                        noted = record.reader(&**file);
+                        &noted
+                    }
+                    None => &**file,
+                },
             };
             let mut reader = BlockReader::new(source);
             for slot in slots {
