@@ -1,7 +1,7 @@
 //! The options `--map`, `--map-reverse` and `--set` of the commands that change or compare keys.
 
-use std::fs;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
@@ -137,10 +137,15 @@ impl MapArguments {
 /// # Errors
 /// It cannot be read, or is longer than [`MAX_BYTES`].
 fn read_text(path: &Path) -> io::Result<String> {
-    if fs::metadata(path)?.len() > MAX_BYTES {
+    let mut text = String::new();
+    // A device or a pipe has no length, and may never end. One byte more tells that it is longer.
+    File::open(path)?
+        .take(MAX_BYTES + 1)
+        .read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_BYTES {
         return Err(io::Error::other("it is too large"));
     }
-    fs::read_to_string(path)
+    Ok(text)
 }
 
 /// The names of the part of a `config.json` that is about the text model, in a model of text and

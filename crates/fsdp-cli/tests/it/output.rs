@@ -391,6 +391,30 @@ fn tensors_that_differ_everywhere_are_compared_in_little_memory() {
     );
 }
 
+#[test]
+#[cfg(target_os = "linux")]
+fn a_map_that_never_ends_is_an_error_that_names_it() {
+    let directory = TempDir::new().unwrap();
+    let (source, target) = (
+        fixture("fsdp2_adamw_ws2/dcp"),
+        place(&directory, "out.safetensors"),
+    );
+    let output = limited(
+        1_000_000,
+        &format!("convert '{source}' '{target}' --to safetensors --map /dev/zero"),
+    );
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(
+        output.status.code(),
+        Some(i32::from(exit_codes::USAGE)),
+        "{talk}"
+    );
+    assert!(
+        talk.contains("`/dev/zero`") && talk.contains("it is too large"),
+        "{talk}"
+    );
+}
+
 /// Returns the object that a command with `--json` writes, and its exit code.
 fn error_object(arguments: &[&str]) -> (serde_json::Value, i32) {
     let output = fsdp(arguments).output().unwrap();
