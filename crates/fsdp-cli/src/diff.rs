@@ -1,6 +1,6 @@
 //! `fsdp diff`: the differences of two checkpoints of any formats.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
@@ -130,7 +130,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let second_keys = second.metadata().entries.keys();
     let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));
     let compared = first_keys.len() + only_in_second.count();
-    output::ignore_closed_stdout(if arguments.json {
+    let printed = if arguments.json {
         output::print_json(&json!({
             "schema": SCHEMA,
             "first": arguments.first.to_string(),
@@ -144,7 +144,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         }))
     } else {
         print_differences(&differences, arguments.heatmap, first, second)
-    })?;
+    };
     if is_by_digests {
         output::print_message(
             "compared by the digests that both have recorded, no data was read; `--full` reads it",
@@ -154,7 +154,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     if differences.is_empty() {
         let compared = count_text(compared, "tensor or value", "tensors and values");
         output::print_message(&format!("equal: {compared}"));
-        return Ok(());
+        return output::outcome_after_report(printed, Ok(()));
     }
     let is_compared = |row: &&DifferenceRow| {
         [first, second].map(|side| side.metadata().entries.contains_key(&row.name)) != [false; 2]
@@ -169,7 +169,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         let others = count_text(others, "container or part", "containers and parts");
         message.push_str(&format!(", and in {others} of values"));
     }
-    bail!(difference_error(message))
+    output::outcome_after_report(printed, Err(difference_error(message).into()))
 }
 
 /// Returns a function that describes a difference and adds it to `rows`.

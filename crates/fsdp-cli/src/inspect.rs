@@ -103,15 +103,16 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions::default());
     let path = arguments.path.to_string();
     if arguments.json
-        && let Err(error @ FileError::NotCommitted { .. }) = &source
+        && let Err(error @ FileError::NotCommitted { .. }) = source
     {
-        output::ignore_closed_stdout(output::print_json(&CheckpointSummary {
+        let printed = output::print_json(&CheckpointSummary {
             schema: SCHEMA,
-            path: path.clone(),
+            path,
             format: "dcp",
             reason: Some(error.to_string()),
             ..CheckpointSummary::default()
-        }))?;
+        });
+        return output::outcome_after_report(printed, Err(error.into()));
     }
     let summary = CheckpointSummary::new(path, &*source?);
     if arguments.json {

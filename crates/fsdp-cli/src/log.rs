@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     if links.is_empty() && !arguments.json {
         output::print_message(&no_checkpoints_text(&arguments.run));
     }
-    output::ignore_closed_stdout(if arguments.json {
+    let printed = if arguments.json {
         let checkpoints: Vec<Value> = links.iter().map(link_json).collect();
         output::print_json(&json!({
             "schema": SCHEMA,
@@ -54,15 +54,23 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     } else {
         let lines: Vec<String> = links.iter().flat_map(link_lines).collect();
         output::print_lines(&lines)
-    })?;
-    // The list is printed whole before this error: it shows where the chain is broken.
+    };
+    // The list is printed whole before an error: it shows where the chain is broken.
+    output::outcome_after_report(printed, check_chain(&run, &links, break_count))
+}
+
+/// Checks that the chain of a run is whole, and that its checkpoints can be opened.
+///
+/// # Errors
+/// The chain is broken at some checkpoints, or one of them cannot be opened.
+fn check_chain(run: &str, links: &[Link], break_count: usize) -> Result<()> {
     ensure!(
         break_count == 0,
         difference_error(format!(
             "the chain of `{run}` is broken at {break_count} of its checkpoints"
         ))
     );
-    for link in &links {
+    for link in links {
         for note in &link.notes {
             // A checkpoint that was never committed is no damage: a save may be in progress.
             if let Note::Unreadable { reason, kind } = note

@@ -13,7 +13,7 @@ use crate::exit_codes;
 use crate::failure::{CommandError, kind_as, usage_error};
 #[cfg(feature = "train")]
 use crate::job_failure;
-use crate::output::{StdoutClosed, error_messages};
+use crate::output::{StdoutClosed, StdoutFailed, error_messages};
 
 /// Returns the exit code of an error: that of the command's own, or else of the first cause that
 /// has one.
@@ -100,6 +100,9 @@ fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<u8> {
 
 /// Returns the hint for one cause of an error; `None` if it has none.
 fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
+    if cause.is::<StdoutFailed>() {
+        return Some("stdout leads to a file or a device that takes no more: send it elsewhere");
+    }
     if let Some(MapError::Unnamed { .. }) = cause.downcast_ref() {
         return Some(
             "the model is another variant: write a map with rules for these keys too, or leave them out with `--exclude`",

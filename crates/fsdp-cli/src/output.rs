@@ -17,16 +17,28 @@ use super::text::{escaped, escaped_lines};
 #[error("stdout is closed")]
 pub(crate) struct StdoutClosed;
 
-/// Returns the outcome of writing a report, without the error of a closed stdout. The exit code of
-/// a command that ends with a failure after its report must not depend on how much of the report
-/// was read.
+/// A stdout that cannot be written, though nobody has closed it: a file on a full disk, for
+/// example.
+#[derive(Debug, thiserror::Error)]
+#[error("failed to write to stdout")]
+pub(crate) struct StdoutFailed(#[source] io::Error);
+
+/// Returns the outcome of a command that has printed a report, and that fails if it has found
+/// something. Its exit code must not depend on how much of the report was read, nor on where stdout
+/// leads. So a finding counts more than a report that could not be written.
 ///
 /// # Errors
-/// stdout is full.
-pub(crate) fn ignore_closed_stdout(outcome: Result<()>) -> Result<()> {
-    match outcome {
-        Err(error) if error.is::<StdoutClosed>() => Ok(()),
-        outcome => outcome,
+/// The finding. Without one, the error of printing, unless stdout is only closed.
+pub(crate) fn outcome_after_report(printed: Result<()>, finding: Result<()>) -> Result<()> {
+    match (printed, finding) {
+        (Ok(()), finding) => finding,
+        (Err(error), finding) if error.is::<StdoutClosed>() => finding,
+        (Err(error), Err(finding)) if error.is::<StdoutFailed>() => {
+            print_message(&format!("warning: {}", error_messages(&error).join(": ")));
+            Err(finding)
+        }
+        // A report that could not even be made is no report of the finding.
+        (Err(error), _) => Err(error),
     }
 }
 
@@ -46,10 +58,11 @@ pub(crate) fn print_bytes(bytes: &[u8]) -> Result<()> {
     if capture::capture_bytes(bytes) {
         return Ok(());
     }
-    // A pipe whose reader has seen enough is another matter than a full disk.
     match write_stdout(bytes) {
+        Ok(()) => Ok(()),
+        // A pipe whose reader has seen enough is another matter than a full disk.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(StdoutClosed.into()),
-        outcome => outcome.context("failed to write to stdout"),
+        Err(error) => Err(StdoutFailed(error).into()),
     }
 }
 

@@ -117,7 +117,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             None => removed_names.push(&checkpoint.name),
         }
     }
-    output::ignore_closed_stdout(if arguments.json {
+    let printed = if arguments.json {
         let kept_names: Vec<Value> = kept_names
             .iter()
             .map(|(name, reason)| json!({ "name": name, "reason": reason }))
@@ -143,7 +143,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
         }
         output::print_lines(&lines)
-    })?;
+    };
     if !arguments.yes && !arguments.json && !removed_names.is_empty() {
         let count = count_text(
             removed_names.len(),
@@ -152,10 +152,11 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         );
         output::print_message(&format!("{count} removed; `--yes` removes"));
     }
-    match first_error {
+    let outcome = match first_error {
         Some(error) => Err(error.into()),
         None => Ok(()),
-    }
+    };
+    output::outcome_after_report(printed, outcome)
 }
 
 /// Splits the checkpoints of a run into those that it continues, and those that it has left by

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
@@ -85,13 +85,13 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     });
     let (signed, source) = match opened {
         Err(error) => {
-            // With `--json` there is an object on stdout whatever happens.
-            if arguments.work.json {
-                let early_error = Some(format!("{error:#}"));
-                let object = report_json(&path, &Report::default(), &[], None, early_error);
-                output::ignore_closed_stdout(output::print_json(&object))?;
+            if !arguments.work.json {
+                return Err(error);
             }
-            return Err(error);
+            // With `--json` there is an object on stdout whatever happens.
+            let early_error = Some(format!("{error:#}"));
+            let object = report_json(&path, &Report::default(), &[], None, early_error);
+            return output::outcome_after_report(output::print_json(&object), Err(error));
         }
         Ok(opened) => opened,
     };
@@ -129,18 +129,17 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         .iter()
         .map(|file| file.display().to_string())
         .collect();
-    // The exit code must not depend on how much of the report was read.
-    output::ignore_closed_stdout(if arguments.work.json {
+    let printed = if arguments.work.json {
         let object = report_json(&path, &report, &unknown_files, signed.as_ref(), None);
         output::print_json(&object)
     } else {
         let mut lines: Vec<String> = signed.iter().map(sign::signed_line).collect();
         lines.extend(report_lines(&report, &unknown_files));
         output::print_lines(&lines)
-    })?;
+    };
     // One problem is enough for the message: the report above has all of them.
     let Some(first_problem) = report.problems.first() else {
-        return Ok(());
+        return output::outcome_after_report(printed, Ok(()));
     };
     let problems = &report.problems;
     // The first that holds decides: whoever cannot read the files learns nothing about their
@@ -160,11 +159,12 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     };
     let problems = count_text(problems.len(), "problem", "problems");
     let first_problem = problem_text(first_problem);
-    bail!(CommandError {
+    let damage = CommandError {
         exit_code,
         message: format!("`{path}` {verdict}: {problems}, the first: {first_problem}"),
         hint: None,
-    })
+    };
+    output::outcome_after_report(printed, Err(damage.into()))
 }
 
 /// Returns the number of bytes of all items, as stored.

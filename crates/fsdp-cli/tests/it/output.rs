@@ -239,8 +239,21 @@ fn a_reader_that_goes_away_is_no_error() {
     }
 }
 
-#[test]
-fn what_a_report_has_found_is_told_by_the_exit_code_even_if_nobody_reads_the_report() {
+/// Runs the command with a stdout that is full.
+#[cfg(target_os = "linux")]
+fn full(arguments: &[&str]) -> std::process::Output {
+    let device = fs::File::options().write(true).open("/dev/full").unwrap();
+    std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"))
+        .args(arguments)
+        .stdout(device)
+        .stderr(Stdio::piped())
+        .output()
+        .unwrap()
+}
+
+/// Calls a function with the command lines of reports that find something, and the exit code of
+/// each.
+fn for_each_finding(check: impl Fn(&[&str], u8)) {
     let directory = tempfile::tempdir().unwrap();
     let (whole, damaged, nothing) = (
         fixture("fsdp2_adamw_ws2/dcp"),
@@ -265,11 +278,62 @@ fn what_a_report_has_found_is_told_by_the_exit_code_even_if_nobody_reads_the_rep
         (&["diff", &whole, &other, "--json"], exit_codes::DIFFERENCE),
         (&["inspect", &nothing, "--json"], exit_codes::INCOMPLETE),
     ] {
+        check(arguments, code);
+    }
+}
+
+#[test]
+fn what_a_report_has_found_is_told_by_the_exit_code_even_if_nobody_reads_the_report() {
+    for_each_finding(|arguments, code| {
         let output = unread(arguments);
         let talk = String::from_utf8_lossy(&output.stderr);
         assert_eq!(
             output.status.code(),
             Some(i32::from(code)),
+            "{arguments:?}: {talk}"
+        );
+    });
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_a_report_has_found_is_told_by_the_exit_code_even_if_stdout_is_full() {
+    for_each_finding(|arguments, code| {
+        let output = full(arguments);
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(i32::from(code)),
+            "{arguments:?}: {talk}"
+        );
+        // What was not printed is told too.
+        assert!(
+            talk.contains("warning: failed to write to stdout"),
+            "{arguments:?}: {talk}"
+        );
+    });
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_stdout_is_an_error_where_nothing_else_is_wrong() {
+    let path = fixture("fsdp2_adamw_ws2/dcp");
+    for arguments in [
+        &["inspect", &path][..],
+        &["inspect", &path, "--json"],
+        &["verify", &path],
+        &["diff", &path, &path, "--json"],
+        &["cat", &path, "model.head.weight"],
+    ] {
+        let output = full(arguments);
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(i32::from(exit_codes::NO_SPACE)),
+            "{arguments:?}: {talk}"
+        );
+        assert!(
+            talk.contains("error: failed to write to stdout") && !talk.contains("prune"),
             "{arguments:?}: {talk}"
         );
     }
