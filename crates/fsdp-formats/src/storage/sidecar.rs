@@ -9,7 +9,8 @@ use crate::error::FileError;
 pub struct Sidecar<'b> {
     /// Its name.
     pub name: &'b str,
-    /// Its name until the checkpoint is in its place: `name` with an ending that no other save has.
+    /// Its name until the checkpoint is in its place: `name` with an ending that no save of another
+    /// content has.
     pub pending_name: &'b str,
     /// Its content, if there is a sidecar.
     pub bytes: Option<&'b [u8]>,

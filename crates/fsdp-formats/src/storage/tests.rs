@@ -3,6 +3,7 @@
 
 use super::backend::Links;
 use super::checked_directory::CheckedDirectory;
+use super::sidecar::Sidecar;
 use super::*;
 use crate::error::FileError;
 use std::path::Path;
@@ -304,6 +305,51 @@ fn single_files_replace_files() {
         assert_eq!(std::fs::read(&target).unwrap(), content);
         assert_eq!(names(parent.path()), ["model.safetensors"]);
     }
+}
+
+/// Commits a single file with a sidecar, on a disk whose first sync of the directory fails.
+fn fail_to_commit_with_sidecar(target: &Path, pending_name: &str) {
+    let directory = target.parent().unwrap().to_owned();
+    let hook = FailOnce(
+        directory,
+        std::sync::Mutex::new(Some(std::io::ErrorKind::Other)),
+    );
+    let durable = Durable::with_hook(std::sync::Arc::new(hook));
+    let staging = durable.prepare(target, true).unwrap();
+    let file = staging.create_single(3).unwrap();
+    file.write_at(0, b"new").unwrap();
+    file.finish().unwrap();
+    let sidecar = Sidecar {
+        name: "model.values.json",
+        pending_name,
+        bytes: Some(b"{}".as_slice()),
+        is_unneeded: &|_| false,
+    };
+    staging.commit_single_with(sidecar).unwrap_err();
+}
+
+#[test]
+fn a_commit_that_fails_before_the_file_is_in_its_place_takes_its_sidecar_away() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("model.safetensors");
+    fail_to_commit_with_sidecar(&target, "model.values.json.new-1");
+    assert_eq!(names(parent.path()), Vec::<String>::new());
+}
+
+#[test]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the test makes the files of a process that was killed"
+)]
+fn a_commit_that_fails_leaves_the_sidecar_that_the_old_file_still_has_under_its_pending_name() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("model.safetensors");
+    let pending = parent.path().join("model.values.json.new-1");
+    std::fs::write(&target, b"old").unwrap();
+    std::fs::write(&pending, b"{}").unwrap();
+    fail_to_commit_with_sidecar(&target, "model.values.json.new-1");
+    assert_eq!(std::fs::read(&target).unwrap(), b"old");
+    assert_eq!(std::fs::read(&pending).unwrap(), b"{}");
 }
 
 #[test]

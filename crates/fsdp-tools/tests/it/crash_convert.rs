@@ -150,6 +150,12 @@ fn a_failure_at_any_step_leaves_the_source_and_an_old_or_new_destination() {
                     assert!(!finished || equal(&destination, &new), "{case}");
                 } else {
                     assert!(!overwrite && !finished, "{case}");
+                    // Nothing but what the next conversion removes is left, no values either.
+                    let left = names(&place);
+                    assert!(
+                        left.iter().all(|name| name.starts_with('.')),
+                        "{case}: {left:?}"
+                    );
                 }
                 // The next conversion finds its way, and leaves nothing but the checkpoint.
                 clean_stale(&destination).unwrap();

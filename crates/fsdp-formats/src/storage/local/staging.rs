@@ -217,6 +217,15 @@ impl LocalStage {
         self.durable.sync_directory(directory)
     }
 
+    /// Puts a sidecar beside the target, durably, at the path of its pending name.
+    fn publish_pending(&self, path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+        let staged_sidecar = self.directory.join(SINGLE_SIDECAR);
+        self.write(SINGLE_SIDECAR, bytes)?;
+        self.copy_permissions(&staged_sidecar)?;
+        self.durable.rename_over(&staged_sidecar, path)?;
+        self.durable.sync_directory(parent_of(&self.target))
+    }
+
     /// Puts the file of a checkpoint that is one file, and its sidecar, in their places.
     fn publish_single(mut self, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let durable = self.durable.clone();
@@ -236,30 +245,35 @@ impl LocalStage {
             }
             None => Vec::new(),
         };
-        // Step 1: publish the sidecar under its pending name, which readers of the old file do not
-        // look at.
         let pending_sidecar =
             sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
-        if let Some((path, bytes)) = &pending_sidecar {
-            self.write(SINGLE_SIDECAR, bytes)?;
-            self.copy_permissions(&self.directory.join(SINGLE_SIDECAR))?;
-            durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
-            durable.sync_directory(&parent)?;
-        }
+        // What is there under the pending name already may be what the old file needs: a process
+        // was killed before it gave that its final name. The content is the same.
+        let new_sidecar = pending_sidecar
+            .as_ref()
+            .map(|(path, _)| path)
+            .filter(|path| !self.exists(path));
+        let staged_file = self.directory.join(SINGLE_FILE);
+        let outcome = match &pending_sidecar {
+            // Step 1: publish the sidecar under its pending name, which readers of the old file do
+            // not look at.
+            Some((path, bytes)) => self.publish_pending(path, bytes),
+            None => Ok(()),
+        };
         // Step 2: publish the file itself. This rename is the commit. Readers of the new file know
         // both names of its sidecar.
-        let staged_file = self.directory.join(SINGLE_FILE);
-        let outcome = if self.overwrite {
-            durable.rename_over(&staged_file, &self.target)
-        } else {
-            durable.rename_new(&staged_file, &self.target)
-        };
+        let outcome = outcome.and_then(|()| {
+            if self.overwrite {
+                durable.rename_over(&staged_file, &self.target)
+            } else {
+                durable.rename_new(&staged_file, &self.target)
+            }
+        });
         if let Err(error) = outcome {
             // A step may fail after it was done. The sidecar goes only if the file has stayed where
             // it was.
-            if let Some((path, _)) = pending_sidecar
-                .as_ref()
-                .filter(|_| self.exists(&staged_file))
+            if let Some(path) = new_sidecar
+                && self.exists(&staged_file)
             {
                 let _ = durable.remove_file(path);
             }
