@@ -12,7 +12,6 @@ use fsdp_formats::checkpoint::{self, Checkpoint, stream};
 use fsdp_formats::metadata::{Metadata, TensorEntry};
 use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
-use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use fsdp_tools::elements::for_each_number;
 use fsdp_tools::verify;
@@ -305,27 +304,26 @@ impl NamedTensor<'_> {
     /// Writes the tensor to a new NumPy file, which appears whole or not at all.
     ///
     /// # Errors
-    /// Something is there already; NumPy has no such dtype; the tensor cannot be read.
+    /// Something is there already; NumPy has no such dtype; the tensor cannot be read; a signal has
+    /// stopped the command.
     fn write_npy(&self, path: &Path) -> Result<()> {
         let header = npy_header(self.dtype(), &self.entry.shape)?;
-        // The staged file is created beside it and renamed, so nothing that reads it sees a half.
-        let file = NewFile {
+        let header_bytes = header.len() as u64;
+        let new_file = NewFile {
             path,
             content: Content::Array,
             overwrite: None,
         };
-        file.check()?;
-        let staging = Durable::new().prepare(path, false)?;
-        let mut offset = header.len() as u64;
-        let file = staging.create_single(offset + inspect::tensor_bytes(self.entry))?;
-        file.write_at(0, &header)?;
-        self.for_each_piece(&mut |bytes| {
-            file.write_at(offset, bytes)?;
-            offset += bytes.len() as u64;
-            Ok(())
-        })?;
-        file.finish()?;
-        Ok(staging.commit_single()?)
+        let length = header_bytes + inspect::tensor_bytes(self.entry);
+        new_file.write_with(length, |file| {
+            file.write_at(0, &header)?;
+            let mut offset = header_bytes;
+            self.for_each_piece(&mut |bytes| {
+                file.write_at(offset, bytes)?;
+                offset += bytes.len() as u64;
+                Ok(())
+            })
+        })
     }
 }
 

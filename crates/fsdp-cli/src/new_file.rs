@@ -6,9 +6,11 @@ use std::io::Read as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use fsdp_formats::storage::Durable;
+use fsdp_formats::Location;
+use fsdp_formats::storage::StagedFile;
 
 use crate::failure::{exists_already_error, not_of_content_error};
+use crate::stop;
 
 /// The content of a file that a command writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,14 +89,31 @@ impl NewFile<'_> {
     /// Writes the file, which appears whole or not at all.
     ///
     /// # Errors
-    /// Something else is there: see [`Self::check`]. The file cannot be written.
+    /// Something else is there: see [`Self::check`]. The file cannot be written, or a signal has
+    /// stopped that.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
+        self.write_with(bytes.len() as u64, |file| Ok(file.write_at(0, bytes)?))
+    }
+
+    /// Writes the file by a function that writes all of its `length` bytes. It appears whole or not
+    /// at all.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`], and of the function.
+    pub(crate) fn write_with(
+        &self,
+        length: u64,
+        write_all: impl FnOnce(&dyn StagedFile) -> Result<()>,
+    ) -> Result<()> {
         self.check()?;
-        // It is written under another name first, so a reader sees all of it or nothing.
-        let staging = Durable::new().prepare(self.path, self.overwrite == Some(true))?;
-        let file = staging.create_single(bytes.len() as u64)?;
-        file.write_at(0, bytes)?;
-        file.finish()?;
-        Ok(staging.commit_single()?)
+        let place = Location::from(self.path);
+        stop::write_unless_stopped(&place, |durable| {
+            // It is written under another name first, so a reader sees all of it or nothing.
+            let staging = durable.prepare(&place, self.overwrite == Some(true))?;
+            let file = staging.create_single(length)?;
+            write_all(&*file)?;
+            file.finish()?;
+            Ok(staging.commit_single()?)
+        })
     }
 }

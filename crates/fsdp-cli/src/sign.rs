@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::storage::Durable;
+use fsdp_formats::storage;
 use fsdp_layout::count_text;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde_json::{Value, json};
 
 use crate::failure::{CommandError, exists_already_error, not_of_content_error};
-use crate::output;
 use crate::progress::Progress;
 use crate::text::escaped;
 use crate::work::Work;
+use crate::{output, stop};
 
 /// The name of a signature in a checkpoint's directory, unless another is given.
 const SIGNATURE_FILE: &str = "model.sig";
@@ -69,6 +69,8 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     if signature.exists()? {
         check_replaceable(&signature, arguments.overwrite)?;
     }
+    // What a killed command has left in the directory of the checkpoint must not be signed.
+    storage::clean_stale(&signature)?;
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.
     let relative_signature = path_inside(path, &signature);
@@ -80,7 +82,9 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     let (content, signed) =
         sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
     drop(bar);
-    Durable::new().replace_file(&signature, content.as_bytes())?;
+    stop::write_unless_stopped(&signature, |durable| {
+        Ok(durable.replace_file(&signature, content.as_bytes())?)
+    })?;
     if arguments.work.json {
         return output::print_json(&json!({
             "schema": SCHEMA,

@@ -8,13 +8,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
-use fsdp_formats::storage::{Step, StepHook};
+use anyhow::{Context as _, Result, bail};
+use fsdp_formats::Location;
+use fsdp_formats::storage::{self, Durable, Step, StepHook};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 
 use super::capture;
+use super::failure::CommandError;
 
 /// The time after the first signal in which further ones are the same request. Schedulers signal
 /// every process of a job, and a launcher passes its own signal on, so one request may arrive
@@ -132,6 +134,39 @@ impl StopRequest {
             Ok(signal) => Some(signal),
         }
     }
+}
+
+/// Writes a checkpoint or a file to a place: `write` does that, with the [`Durable`] that it is
+/// given. What a killed process has left of this place is removed first. A signal ends the writing,
+/// which leaves nothing then.
+///
+/// # Errors
+/// The error of `write`, or that a signal has stopped it. What a killed process has left cannot be
+/// removed.
+pub(crate) fn write_unless_stopped<T>(
+    place: &Location,
+    write: impl FnOnce(&Durable) -> Result<T>,
+) -> Result<T> {
+    let stop = StopRequest::new();
+    // Uploads cannot be stopped between two steps, so signals end the process as they always do.
+    if place.local().is_some() {
+        stop.watch()?;
+    }
+    storage::clean_stale(place)?;
+    let outcome = write(&Durable::with_hook(Arc::new(stop.clone())));
+    // A library only knows that a step was refused, and not that a signal was the reason.
+    if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
+        bail!(CommandError {
+            // Shells report a process that a signal has ended as 128 plus the signal's number.
+            exit_code: 128 + signal,
+            message: format!(
+                "stopped by signal {signal}: nothing was written to `{place}`, and no unfinished \
+                 files are left"
+            ),
+            hint: None,
+        });
+    }
+    outcome
 }
 
 /// Ends this process as a signal does by default.

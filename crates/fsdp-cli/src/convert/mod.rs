@@ -4,12 +4,9 @@ mod arguments;
 mod destination;
 mod report;
 
-use std::sync::Arc;
-
 use anyhow::{Context as _, Result, bail};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::storage::{self, Durable};
 use fsdp_layout::{DType, count_text};
 use fsdp_tools::convert::{
     Compared, ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
@@ -19,11 +16,10 @@ use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;
-use crate::failure::{CommandError, usage_error};
+use crate::failure::usage_error;
 use crate::map::StoredWeights;
-use crate::output;
 use crate::progress::Progress;
-use crate::stop::StopRequest;
+use crate::{output, stop};
 
 pub(crate) use self::arguments::{ConvertArguments, MergeArguments, ReshardArguments};
 
@@ -189,43 +185,21 @@ fn write_checkpoint(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     let mut report = WriteReport::before_write(source, destination);
     let work = &destination.writing.work;
     if !destination.writing.dry_run {
-        let stop = StopRequest::new();
-        // Uploads cannot be stopped between two steps, so signals end the process as they always
-        // do.
-        if destination.path.local().is_some() {
-            stop.watch()?;
-        }
-        let durable = Durable::with_hook(Arc::new(stop.clone()));
-        // Remove what a killed command has left of this destination.
-        storage::clean_stale(destination.path)?;
-        let bar = Progress::new(report.conversion.bytes, !work.no_progress && !work.json);
-        let options = ConvertOptions {
-            overwrite: destination.writing.overwrite,
-            drop_opaque: destination.drop_opaque,
-            with: destination.model_directory,
-            tensor_parallel: destination.tensor_parallel_plan.as_ref(),
-            config: destination.config,
-            threads: Some(work.threads.count()),
-            progress: Some(&|bytes| bar.add(bytes)),
-            durable: Some(&durable),
-        };
-        let outcome = convert(source, destination.path, destination.target, options);
-        drop(bar);
-        // The library only knows that a step was refused, and not that a signal was the reason.
-        if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
-            bail!(CommandError {
-                // Shells report a process that a signal has ended as 128 plus the signal's number.
-                exit_code: 128 + signal,
-                message: format!(
-                    "stopped by signal {signal}: nothing was written to `{}`, and no unfinished \
-                     files are left",
-                    destination.path
-                ),
-                hint: None,
-            });
-        }
-        let converted =
-            outcome.with_context(|| format!("failed to write `{}`", destination.path))?;
+        let converted = stop::write_unless_stopped(destination.path, |durable| {
+            let bar = Progress::new(report.conversion.bytes, !work.no_progress && !work.json);
+            let options = ConvertOptions {
+                overwrite: destination.writing.overwrite,
+                drop_opaque: destination.drop_opaque,
+                with: destination.model_directory,
+                tensor_parallel: destination.tensor_parallel_plan.as_ref(),
+                config: destination.config,
+                threads: Some(work.threads.count()),
+                progress: Some(&|bytes| bar.add(bytes)),
+                durable: Some(durable),
+            };
+            let outcome = convert(source, destination.path, destination.target, options);
+            outcome.with_context(|| format!("failed to write `{}`", destination.path))
+        })?;
         report.set_conversion(converted);
     }
     report.print(work.json)

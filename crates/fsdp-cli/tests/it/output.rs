@@ -534,6 +534,31 @@ fn an_error_is_an_object_too_where_json_was_asked_for() {
     }
 }
 
+#[test]
+fn what_a_killed_command_has_left_of_a_file_goes_with_the_next_one() {
+    let checkpoint = fixture("fsdp2_adamw_ws2/dcp");
+    let key = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fsdp-tools/tests/fixtures/signed/key.pem"
+    );
+    for arguments in [
+        &["cat", &checkpoint, "model.head.weight", "--npy"][..],
+        &["map", &checkpoint, "--html"],
+        &["map", &checkpoint, "--svg"],
+        &["sign", &checkpoint, "--key", key, "--signature"],
+    ] {
+        let directory = TempDir::new().unwrap();
+        let left = directory.path().join(".out.tmp-0123456789abcdef");
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join("file"), "unfinished").unwrap();
+        let out = place(&directory, "out");
+        fsdp(&[arguments, &[out.as_str()]].concat())
+            .assert()
+            .success();
+        assert!(Path::new(&out).is_file() && !left.exists(), "{arguments:?}");
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn where_nothing_can_be_created_no_checkpoint_is_called_incomplete() {

@@ -50,6 +50,23 @@ fn verify<'a>(path: &'a str, signature: &'a str, key: &'a str) -> [&'a str; 6] {
 }
 
 #[test]
+fn what_a_killed_command_has_left_of_a_signature_is_not_signed() {
+    let directory = TempDir::new().unwrap();
+    let path = checkpoint(directory.path());
+    let left = Path::new(&path).join(".model.sig.tmp-0123456789abcdef");
+    fs::create_dir(&left).unwrap();
+    fs::write(left.join("file"), "unfinished").unwrap();
+    fsdp(&["sign", &path, "--key", &fixture("key.pem")])
+        .assert()
+        .success();
+    assert!(!left.exists());
+    let signature = format!("{path}/model.sig");
+    fsdp(&verify(&path, &signature, &fixture("key.pub.pem")))
+        .assert()
+        .success();
+}
+
+#[test]
 fn a_signed_checkpoint_is_verified_and_told() {
     let directory = TempDir::new().unwrap();
     let path = checkpoint(directory.path());

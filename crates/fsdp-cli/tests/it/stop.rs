@@ -380,21 +380,32 @@ fn large_file(path: &Path) {
 }
 
 #[test]
-fn a_conversion_that_is_told_to_stop_leaves_nothing() {
+fn a_conversion_or_an_array_that_is_told_to_stop_leaves_nothing() {
     let dir = TempDir::new().unwrap();
     let (source, destination) = (
         dir.path().join("source.safetensors"),
         dir.path().join("to/target"),
     );
     large_file(&source);
-    for (arguments, told, code) in [
-        (&["reshard", "--world-size", "4"][..], Signal::TERM, 143),
-        (&["convert", "--to", "safetensors"], Signal::INT, 130),
+    // The arguments before the source, and those between it and the destination.
+    for (before, between, told, code) in [
+        (
+            &["reshard", "--world-size", "4"][..],
+            &[][..],
+            Signal::TERM,
+            143,
+        ),
+        (&["convert", "--to", "safetensors"], &[], Signal::INT, 130),
+        (&["cat"], &["x", "--npy"], Signal::INT, 130),
+        (&["cat"], &["x", "--npy"], Signal::TERM, 143),
+        (&["cat"], &["x", "--npy"], Signal::HUP, 129),
     ] {
         let mut command = Command::new(FSDP);
         command
-            .args(arguments)
-            .args([&source, &destination])
+            .args(before)
+            .arg(&source)
+            .args(between)
+            .arg(&destination)
             .stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let limit = Instant::now() + HANG;
@@ -411,7 +422,11 @@ fn a_conversion_that_is_told_to_stop_leaves_nothing() {
         let output = child.wait_with_output().unwrap();
         let talk = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{talk}");
-        assert!(talk.contains("no unfinished files are left"), "{talk}");
+        assert!(
+            talk.contains("nothing was written to")
+                && talk.contains("no unfinished files are left"),
+            "{talk}"
+        );
         assert!(is_empty());
     }
 }

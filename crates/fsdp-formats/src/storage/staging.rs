@@ -40,11 +40,14 @@ impl Durable {
         Ok(Staging(target.into().storage()?.join(self, name)?))
     }
 
-    /// Writes a small file whole in the place of whatever file is there.
+    /// Writes a small file whole in the place of whatever file is there. What a killed process has
+    /// left of it is removed first.
     ///
     /// # Errors
     /// The errors of the storage.
     pub fn replace_file(&self, target: impl Into<Location>, bytes: &[u8]) -> Result<(), FileError> {
+        let target = target.into();
+        target.storage()?.clean_stale(self)?;
         let staging = self.prepare(target, true)?;
         let file = staging.create_single(bytes.len() as u64)?;
         file.write_at(0, bytes)?;

@@ -76,7 +76,14 @@ pub(super) fn list_leftovers(
     let (parent, prefix) = staging_prefix(target)?;
     let prefix = format!("{prefix}{kind}-");
     let list = match files.list(&parent) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            return Ok(Vec::new());
+        }
         list => list.during("list", &parent)?,
     };
     let mut found = Vec::new();
