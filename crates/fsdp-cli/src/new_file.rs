@@ -59,6 +59,7 @@ impl NewFile<'_> {
     /// # Errors
     /// Anything else is there, or what is there cannot be read.
     pub(crate) fn check(&self) -> Result<()> {
+        Location::from(self.path).check_target()?;
         let Ok(metadata) = self.path.symlink_metadata() else {
             return Ok(());
         };

@@ -143,6 +143,9 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     {
         return Some("choose a place in which you may create and change files");
     }
+    if let Some(FileError::Irreplaceable { .. }) = cause.downcast_ref() {
+        return Some("choose another destination; in place of a link, name what it leads to");
+    }
     if let Some(FileError::HoldsOthers { .. }) = cause.downcast_ref() {
         return Some("move it away, or choose another destination");
     }

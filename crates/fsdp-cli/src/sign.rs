@@ -66,6 +66,7 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         None if path.is_file()? => signature_location_for(path),
         None => path.join(SIGNATURE_FILE),
     };
+    signature.check_target()?;
     if signature.exists()? {
         check_replaceable(&signature, arguments.overwrite)?;
     }

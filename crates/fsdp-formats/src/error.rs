@@ -223,6 +223,15 @@ pub enum FileError {
         /// The kind that would be put there.
         wanted: &'static str,
     },
+    /// A destination that nothing is put in the place of, because it is neither a regular file nor
+    /// a directory.
+    #[error("`{}` is {what}, which is never replaced", path.display())]
+    Irreplaceable {
+        /// The place.
+        path: PathBuf,
+        /// The kind of the entry that is there, in words.
+        what: &'static str,
+    },
     /// A checkpoint's directory, or that of a checkpoint that is one file, holds something that
     /// does not belong to the checkpoint, and would be lost if the checkpoint were replaced or
     /// removed.

@@ -23,6 +23,7 @@ impl Failure for FileError {
             }
             FileError::Exists { .. }
             | FileError::NotReplaceable { .. }
+            | FileError::Irreplaceable { .. }
             | FileError::HoldsOthers { .. }
             | FileError::Overwrite { .. }
             | FileError::TargetMismatch { .. }

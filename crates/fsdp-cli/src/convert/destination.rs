@@ -72,6 +72,7 @@ impl<'a> Destination<'a> {
     ) -> Result<Box<dyn Checkpoint>> {
         let options = OpenOptions { verify: true };
         let opened = checkpoint::open_selected(source, options, is_wanted)?;
+        self.path.check_target()?;
         let is_taken = self.path.exists()?;
         let path = self.path.to_string();
         if is_within(source, self.path) || is_within(self.path, source) {

@@ -282,3 +282,89 @@ fn a_file_that_is_no_checkpoint_stays() {
     convert().success();
     assert!(std::fs::read(&path).unwrap() == bytes);
 }
+
+#[test]
+#[cfg(unix)]
+fn a_symbolic_link_stays_and_so_does_what_it_leads_to() {
+    let parent = TempDir::new().unwrap();
+    let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
+    let (file, directory, link) = (path("file"), path("directory"), path("link"));
+    fs::write(path("empty"), "").unwrap();
+    fsdp(&["convert", SOURCE, &file, "--to", "torch"])
+        .assert()
+        .success();
+    fsdp(&["convert", SOURCE, &directory, "--to", "dcp"])
+        .assert()
+        .success();
+    let bytes = fs::read(&file).unwrap();
+    for (command, leads_to, options) in [
+        ("convert", "empty", &["--to", "safetensors"][..]),
+        ("convert", "file", &["--to", "torch"]),
+        ("convert", "directory", &["--to", "dcp"]),
+        ("convert", "nowhere", &["--to", "torch"]),
+        ("reshard", "directory", &["--world-size", "2"]),
+    ] {
+        std::os::unix::fs::symlink(leads_to, &link).unwrap();
+        for overwrite in [&[][..], &["--overwrite"]] {
+            let arguments = [&[command, SOURCE, &link][..], options, overwrite].concat();
+            fsdp(&arguments).assert().code(2).stderr(contains(
+                "link` is a symbolic link, which is never replaced",
+            ));
+        }
+        assert_eq!(fs::read_link(&link).unwrap(), Path::new(leads_to));
+        fs::remove_file(&link).unwrap();
+    }
+    assert!(fs::read(path("empty")).unwrap().is_empty() && fs::read(&file).unwrap() == bytes);
+    fsdp(&["diff", SOURCE, &directory]).assert().success();
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 3);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_socket_is_no_destination_whether_a_link_leads_to_it_or_not() {
+    let parent = TempDir::new().unwrap();
+    let path = |name: &str| parent.path().join(name).to_str().unwrap().to_owned();
+    let (socket, link) = (path("socket"), path("link"));
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    std::os::unix::fs::symlink("socket", &link).unwrap();
+    let key = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fsdp-tools/tests/fixtures/signed/key.pem"
+    );
+    for place in [socket.as_str(), &link] {
+        for arguments in [
+            &["convert", SOURCE, place, "--to", "torch"][..],
+            &["convert", SOURCE, place, "--to", "torch", "--overwrite"],
+            &["convert", SOURCE, place, "--to", "dcp", "--overwrite"],
+            &[
+                "merge",
+                "--from",
+                SOURCE,
+                place,
+                "--to",
+                "torch",
+                "--overwrite",
+            ],
+            &["cat", SOURCE, "model.head.weight", "--npy", place],
+            &["map", SOURCE, "--html", place],
+            &["map", SOURCE, "--svg", place, "--overwrite"],
+            &["sign", SOURCE, "--key", key, "--signature", place],
+            &[
+                "sign",
+                SOURCE,
+                "--key",
+                key,
+                "--signature",
+                place,
+                "--overwrite",
+            ],
+        ] {
+            fsdp(arguments)
+                .assert()
+                .code(2)
+                .stderr(contains("is a device, a pipe or a socket"));
+        }
+    }
+    assert_eq!(fs::read_link(&link).unwrap(), Path::new("socket"));
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 2);
+}

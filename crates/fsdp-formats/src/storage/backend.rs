@@ -56,6 +56,11 @@ pub(crate) trait Storage: Send + Sync {
     /// Opens it as a directory of files to read.
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError>;
 
+    /// Checks that nothing is here that is never replaced: neither a file nor a directory.
+    fn check_target(&self) -> Result<(), FileError> {
+        Ok(())
+    }
+
     /// Begins a checkpoint that will be committed here.
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError>;
 

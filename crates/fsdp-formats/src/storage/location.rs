@@ -219,6 +219,16 @@ impl Location {
         self.storage()?.exists()
     }
 
+    /// Checks that nothing is here but, perhaps, a file or a directory, in whose place a checkpoint
+    /// or a file can be put. A symbolic link is not followed: replacing it would leave what it
+    /// leads to as it is, and replacing that might change what others share.
+    ///
+    /// # Errors
+    /// [`FileError::Irreplaceable`]; a URL that cannot be used.
+    pub fn check_target(&self) -> Result<(), FileError> {
+        self.storage()?.check_target()
+    }
+
     /// Returns the names of the entries directly in it, sorted: files, and directories or prefixes.
     ///
     /// # Errors

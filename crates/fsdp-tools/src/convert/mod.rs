@@ -298,6 +298,7 @@ fn prepare(
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<Staging, FileError> {
+    destination.check_target()?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;
     match target {

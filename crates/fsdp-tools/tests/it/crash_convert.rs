@@ -390,3 +390,33 @@ fn a_file_does_not_replace_a_directory_nor_the_reverse() {
     );
     assert_eq!(names(parent.path()), ["d", "f", "from"]);
 }
+
+#[test]
+#[cfg(unix)]
+fn a_symbolic_link_is_never_replaced() {
+    let parent = tempfile::tempdir().unwrap();
+    let (from, directory, link) = (
+        parent.path().join("from"),
+        parent.path().join("directory"),
+        parent.path().join("link"),
+    );
+    source(&from, 1);
+    source(&directory, 2);
+    std::os::unix::fs::symlink("directory", &link).unwrap();
+    let before = bytes_of(&directory);
+    for place in [link.clone(), parent.path().join("link/")] {
+        for target in [OutputFormat::Dcp { ranks: 2 }, OutputFormat::Torch] {
+            let refused = run(&from, &place, target, &Durable::new());
+            assert!(
+                matches!(refused, Err(FileError::Irreplaceable { .. })),
+                "{}, {target:?}: {refused:?}",
+                place.display()
+            );
+        }
+    }
+    assert_eq!(
+        (std::fs::read_link(&link).unwrap(), bytes_of(&directory)),
+        (std::path::PathBuf::from("directory"), before)
+    );
+    assert_eq!(names(parent.path()), ["directory", "from", "link"]);
+}

@@ -90,6 +90,28 @@ impl Storage for LocalStorage {
         Ok(Box::new(directory))
     }
 
+    fn check_target(&self) -> Result<(), FileError> {
+        // With a slash at its end the path would be that of what a link leads to. It is the link
+        // that would be replaced.
+        let path = self.path.components().as_path();
+        // Nothing is there; or it is not known what is, which whoever uses the place tells.
+        let Ok(found) = self.files.status(path, Links::Refuse) else {
+            return Ok(());
+        };
+        if found.kind != EntryKind::Special {
+            return Ok(());
+        }
+        let what = match self.files.status(path, Links::Follow) {
+            Ok(behind) if behind.kind == EntryKind::Special => "a device, a pipe or a socket",
+            // It leads to a file or a directory, or nowhere.
+            _ => "a symbolic link",
+        };
+        Err(FileError::Irreplaceable {
+            path: self.path.clone(),
+            what,
+        })
+    }
+
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
         let durable = durable.within(&self.files);
         let stage = LocalStage::prepare(&durable, &self.path, overwrite)?;

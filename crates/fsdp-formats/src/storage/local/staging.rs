@@ -370,9 +370,7 @@ impl Stage for LocalStage {
         let found = files
             .status(&self.target, Links::Follow)
             .or_else(|_| files.status(&self.target, Links::Refuse));
-        Ok(found.map_or(true, |status| {
-            (status.kind == EntryKind::Directory) == (wanted == EntryKind::Directory)
-        }))
+        Ok(found.map_or(true, |status| status.kind == wanted))
     }
 
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
