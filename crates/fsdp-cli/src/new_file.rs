@@ -57,7 +57,7 @@ impl NewFile<'_> {
     /// same content, or an empty one. So a mistake does not delete a checkpoint.
     ///
     /// # Errors
-    /// Anything else is there, or what is there cannot be read.
+    /// Anything else is there, or what is there cannot be read; a name that is too long.
     pub(crate) fn check(&self) -> Result<()> {
         Location::from(self.path).check_target()?;
         let Ok(metadata) = self.path.symlink_metadata() else {

@@ -138,6 +138,14 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     }
     if let Some(error @ FileError::Io { source, .. }) = cause.downcast_ref()
         && error.is_of_write()
+        && source.kind() == io::ErrorKind::InvalidFilename
+    {
+        return Some(
+            "a name has at most 255 bytes in most file systems; values beside a safetensors file need up to 49 of them",
+        );
+    }
+    if let Some(error @ FileError::Io { source, .. }) = cause.downcast_ref()
+        && error.is_of_write()
         && source.kind() != io::ErrorKind::StorageFull
         && source.kind() != io::ErrorKind::QuotaExceeded
     {

@@ -466,11 +466,14 @@ impl FileError {
         matches!(self, FileError::Io { operation, .. } if !READS.contains(operation))
     }
 
-    /// Returns `true` if the error says that nothing is at a path.
+    /// Returns `true` if the error says that nothing is at a path. Where a name is too long for the
+    /// file system, nothing can be.
     pub(crate) fn is_absence(&self) -> bool {
         matches!(self, FileError::Io { source, .. } if matches!(
             source.kind(),
-            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            io::ErrorKind::NotFound
+                | io::ErrorKind::NotADirectory
+                | io::ErrorKind::InvalidFilename
         ))
     }
 }

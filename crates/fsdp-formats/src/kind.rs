@@ -21,6 +21,12 @@ impl Failure for FileError {
             {
                 ErrorKind::Incomplete
             }
+            // A name that is too long was chosen by whoever asked to write there.
+            FileError::Io { source, .. }
+                if source.kind() == io::ErrorKind::InvalidFilename && self.is_of_write() =>
+            {
+                ErrorKind::Usage
+            }
             FileError::Exists { .. }
             | FileError::NotReplaceable { .. }
             | FileError::Irreplaceable { .. }

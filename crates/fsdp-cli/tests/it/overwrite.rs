@@ -368,3 +368,66 @@ fn a_socket_is_no_destination_whether_a_link_leads_to_it_or_not() {
     assert_eq!(fs::read_link(&link).unwrap(), Path::new("socket"));
     assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 2);
 }
+
+#[test]
+fn a_destination_may_have_the_longest_name_that_a_file_system_takes() {
+    let parent = TempDir::new().unwrap();
+    let path = |length: usize| {
+        let path = parent.path().join("n".repeat(length));
+        path.to_str().unwrap().to_owned()
+    };
+    // With 22 bytes for the rest, the name of the staging directory has 255 bytes at 233; with 10
+    // for `.integrity`, that of the hashes at 245.
+    for length in [233, 234, 245, 246, 255] {
+        let place = path(length);
+        for options in [
+            &["--to", "dcp"][..],
+            &["--to", "torch"],
+            &["--to", "safetensors", "--include", "model.*"],
+        ] {
+            for overwrite in [&[][..], &["--overwrite"]] {
+                let arguments = [&["convert", SOURCE, &place][..], options, overwrite].concat();
+                fsdp(&arguments).assert().success();
+            }
+            fsdp(&["verify", &place]).assert().success();
+            if Path::new(&place).is_dir() {
+                fs::remove_dir_all(&place).unwrap();
+            } else {
+                fs::remove_file(&place).unwrap();
+            }
+        }
+        fsdp(&["cat", SOURCE, "model.head.weight", "--npy", &place])
+            .assert()
+            .success();
+        fs::remove_file(&place).unwrap();
+    }
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_name_that_is_too_long_is_an_error_before_anything_is_written() {
+    let parent = TempDir::new().unwrap();
+    let path = |length: usize| {
+        let path = parent.path().join("n".repeat(length));
+        path.to_str().unwrap().to_owned()
+    };
+    // Values lie beside the file under names of up to 49 bytes more.
+    let (longest, longer, too_long) = (path(206), path(207), path(256));
+    for arguments in [
+        &["convert", SOURCE, &longer, "--to", "safetensors"][..],
+        &["convert", SOURCE, &too_long, "--to", "safetensors"],
+        &["convert", SOURCE, &too_long, "--to", "dcp"],
+        &["cat", SOURCE, "model.head.weight", "--npy", &too_long],
+        &["map", SOURCE, "--html", &too_long],
+    ] {
+        fsdp(arguments)
+            .assert()
+            .code(2)
+            .stderr(contains("File name too long").and(contains("at most 255 bytes")));
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+    }
+    fsdp(&["convert", SOURCE, &longest, "--to", "safetensors"])
+        .assert()
+        .success();
+    fsdp(&["diff", SOURCE, &longest]).assert().success();
+}

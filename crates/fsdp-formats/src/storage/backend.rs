@@ -56,7 +56,8 @@ pub(crate) trait Storage: Send + Sync {
     /// Opens it as a directory of files to read.
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError>;
 
-    /// Checks that nothing is here that is never replaced: neither a file nor a directory.
+    /// Checks that what is written here can get this name, and that nothing is here that is never
+    /// replaced: neither a file nor a directory.
     fn check_target(&self) -> Result<(), FileError> {
         Ok(())
     }

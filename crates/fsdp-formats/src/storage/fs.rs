@@ -1,5 +1,6 @@
 //! The operations on the file system. Tests can make each of them fail.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 use tracing::debug_span;
+use twox_hash::XxHash3_64;
 
 use super::file_system::FileSystem;
 use super::os::{OperatingSystem, UNSUPPORTED};
@@ -259,11 +261,29 @@ pub(super) fn parent_of(path: &Path) -> &Path {
     }
 }
 
+/// The most bytes of a name in most file systems.
+const MAX_NAME_BYTES: usize = 255;
+
+/// The most bytes that a target's name takes in the longest name beside it, `.NAME.tmp-<nonce>`.
+const MAX_TARGET_BYTES: usize = MAX_NAME_BYTES - "..tmp-0123456789abcdef".len();
+
 /// Returns the directory that `target` lies in, and the prefix of the names there that belong to
-/// it: `.NAME.`.
+/// it: `.NAME.`. A long name is cut in it.
 pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
-    let name = utf8_name("write to", target)?;
+    let name = cut_name(utf8_name("write to", target)?);
     Ok((parent_of(target).to_owned(), format!(".{name}.")))
+}
+
+/// Returns a target's name as names beside it have it. One that leaves no room for the rest is cut,
+/// and ends with a hash of all of it, so that it belongs to no other target. A name that is too
+/// long by itself stays as it is: the file system refuses it at once.
+fn cut_name(name: &str) -> Cow<'_, str> {
+    if name.len() <= MAX_TARGET_BYTES || name.len() > MAX_NAME_BYTES {
+        return Cow::Borrowed(name);
+    }
+    let hash = format!("~{:016x}", XxHash3_64::oneshot(name.as_bytes()));
+    let end = name.floor_char_boundary(MAX_TARGET_BYTES - hash.len());
+    Cow::Owned(format!("{}{hash}", &name[..end]))
 }
 
 /// Returns the path of what belongs to `target` beside it, by the rest of its name: `.NAME.<rest>`.

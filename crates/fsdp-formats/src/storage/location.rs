@@ -219,12 +219,12 @@ impl Location {
         self.storage()?.exists()
     }
 
-    /// Checks that nothing is here but, perhaps, a file or a directory, in whose place a checkpoint
-    /// or a file can be put. A symbolic link is not followed: replacing it would leave what it
-    /// leads to as it is, and replacing that might change what others share.
+    /// Checks that a checkpoint or a file that is written here can have this name, and that nothing
+    /// is here but, perhaps, a file or a directory. A symbolic link is not followed: replacing it
+    /// would leave what it leads to as it is, and replacing that might change what others share.
     ///
     /// # Errors
-    /// [`FileError::Irreplaceable`]; a URL that cannot be used.
+    /// [`FileError::Irreplaceable`]; a name that is too long; a URL that cannot be used.
     pub fn check_target(&self) -> Result<(), FileError> {
         self.storage()?.check_target()
     }

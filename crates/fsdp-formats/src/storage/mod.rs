@@ -7,10 +7,10 @@
 //!
 //! # Guarantees after a crash
 //!
-//! A checkpoint is written into a staging directory beside its target, `.NAME.tmp-<nonce>`. First
-//! the data files are written, each allocated at its planned length and fsynced when it is
-//! complete; then `.metadata`, fsynced too. Then the staging directory is fsynced, one rename moves
-//! it to the target, and the parent directory is fsynced.
+//! A checkpoint is written into a staging directory beside its target, `.NAME.tmp-<nonce>`; a long
+//! name is cut there. First the data files are written, each allocated at its planned length and
+//! fsynced when it is complete; then `.metadata`, fsynced too. Then the staging directory is
+//! fsynced, one rename moves it to the target, and the parent directory is fsynced.
 //!
 //! * A process that is killed at any point leaves either the old checkpoint or the new one at the
 //!   target, never a mixture, and at most one staging directory, which [`list_stale`] lists and

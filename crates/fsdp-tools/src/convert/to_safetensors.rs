@@ -338,10 +338,14 @@ pub(super) fn write_file(
         bytes: values.as_deref(),
         is_unneeded: &|name| old_values.is_unneeded(name),
     };
-    // The commit checks this again. A conversion that would be refused there need not begin.
-    if values.is_some() && old_values.folder.join(&values_name).exists()? {
-        staging.check_sidecar(&values_name)?;
-        sidecar.find_unneeded(old_values.folder.name(), vec![values_name.clone()])?;
+    // A conversion that would be refused at the commit need not begin.
+    if values.is_some() {
+        // The longest name: that which the values have before the commit.
+        old_values.folder.join(&pending_name).check_target()?;
+        if old_values.folder.join(&values_name).exists()? {
+            staging.check_sidecar(&values_name)?;
+            sidecar.find_unneeded(old_values.folder.name(), vec![values_name.clone()])?;
+        }
     }
     // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();

@@ -146,6 +146,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_left_beside_a_long_name_belongs_to_that_name_only() {
+        let parent = tempfile::tempdir().unwrap();
+        let durable = Durable::new();
+        // Two names of 255 bytes. They differ at their ends, which are cut off.
+        let [first, second] =
+            ["1", "2"].map(|end| parent.path().join(format!("{}{end}", "é".repeat(127))));
+        let left = staging_path(&first, &new_staging_name(durable.files())).unwrap();
+        assert!(durable.create_directory(&left).unwrap());
+        assert_eq!(list_stale(durable.files(), &first).unwrap(), [left]);
+        assert!(list_stale(durable.files(), &second).unwrap().is_empty());
+    }
+
+    #[test]
     fn the_only_version_stays_for_recovery() {
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("c");

@@ -6,6 +6,7 @@ mod read;
 mod staging;
 mod tree;
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -94,9 +95,13 @@ impl Storage for LocalStorage {
         // With a slash at its end the path would be that of what a link leads to. It is the link
         // that would be replaced.
         let path = self.path.components().as_path();
-        // Nothing is there; or it is not known what is, which whoever uses the place tells.
-        let Ok(found) = self.files.status(path, Links::Refuse) else {
-            return Ok(());
+        let found = match self.files.status(path, Links::Refuse) {
+            Ok(found) => found,
+            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
+                return Err(error).during("write to", &self.path);
+            }
+            // Nothing is there; or it is not known what is, which whoever uses the place tells.
+            Err(_) => return Ok(()),
         };
         if found.kind != EntryKind::Special {
             return Ok(());

@@ -234,9 +234,14 @@ impl LocalStage {
         // same time. Without it, the sidecar that is removed below could be theirs. The lock is
         // that of the sidecar, because targets of different names may have a sidecar of the same
         // name.
-        let _lock = sidecar
+        let lock = sidecar
             .map(|sidecar| FileLock::wait(durable.shared_files(), &parent.join(sidecar.name)))
-            .transpose()?;
+            .transpose();
+        let _lock = match lock {
+            // The name is too long for the file system, so that nobody has such a sidecar.
+            Err(error) if error.is_absence() => None,
+            lock => lock?,
+        };
         // Nothing has changed yet: a sidecar that would replace the file of somebody else is
         // refused here.
         let unneeded = match sidecar {
