@@ -398,7 +398,6 @@ fn a_conversion_or_an_array_that_is_told_to_stop_leaves_nothing() {
         (&["convert", "--to", "safetensors"], &[], Signal::INT, 130),
         (&["cat"], &["x", "--npy"], Signal::INT, 130),
         (&["cat"], &["x", "--npy"], Signal::TERM, 143),
-        (&["cat"], &["x", "--npy"], Signal::HUP, 129),
     ] {
         let mut command = Command::new(FSDP);
         command
