@@ -347,10 +347,9 @@ fn open_content(
         bytes if legacy::is_start(bytes) => Ok(Box::new(torch::read::open(
             location, directory, None, is_wanted,
         )?)),
-        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported_error(
-            location,
-            "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
-        )),
+        bytes if bytes.starts_with(legacy::OLD_START) => {
+            Err(unsupported_error(location, legacy::OLD_FILE))
+        }
         bytes if bytes.starts_with(numpy::MAGIC) => {
             Ok(Box::new(numpy::open_array(location, directory)?))
         }

@@ -66,22 +66,48 @@ pub(crate) fn open(
     Ok(Box::new(joined.finish()))
 }
 
-/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A
-/// file that begins differently was not written by the framework.
+/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does, even
+/// if it ends within these bytes. A file that begins differently was not written by the framework.
+///
+/// # Errors
+/// An empty file, and anything but a regular file: it stands where the framework's own file was, so
+/// the keys in that one are lost. A file that the integrity file lists, and that is missing.
 fn is_torch_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
-    match directory.has(name) {
-        // A link that leads out is not a part of the checkpoint.
-        Err(FileError::Path { .. }) | Ok(false) => return Ok(false),
-        exists => exists?,
+    let damage = |reason: &str| {
+        let source = FormatError::malformed("file beside a checkpoint", reason);
+        Err(directory.file_error(name, source))
     };
-    let file = directory.extra_file(name)?;
-    let mut start = [0; legacy::START_LENGTH];
-    if file.len() < start.len() as u64 {
-        return Ok(false);
+    match directory.has(name) {
+        Ok(true) => {}
+        Ok(false) => {
+            let is_listed = directory.hashes(name).is_some();
+            directory.check_missing(is_listed.then(|| name.to_owned()))?;
+            return Ok(false);
+        }
+        Err(FileError::Path { reason, .. }) => return damage(reason),
+        Err(error) => return Err(error),
     }
+    let file = directory.extra_file(name)?;
+    if file.is_empty() {
+        return damage("it is empty");
+    }
+    let mut start = vec![0; file.len().min(legacy::START_LENGTH as u64) as usize];
     file.read_exact_at(0, &mut start)
         .map_err(|source| directory.file_error(name, source))?;
-    Ok(start.starts_with(b"PK") || legacy::is_start(&start))
+    if start.starts_with(legacy::OLD_START) {
+        let source = FormatError::unsupported(legacy::OLD_FILE);
+        return Err(directory.file_error(name, source));
+    }
+    Ok(may_be_of_torch(&start))
+}
+
+/// Returns `true` if a file that begins with these bytes, or is no longer than they are, may be one
+/// of `torch.save`, whole or cut short.
+fn may_be_of_torch(start: &[u8]) -> bool {
+    // An archive, a pickle, and a pickle of protocol 0 or 1.
+    [b"PK".as_slice(), b"\x80", legacy::OLD_START]
+        .iter()
+        .any(|known| known.starts_with(start) || start.starts_with(known))
 }
 
 /// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under

@@ -35,6 +35,10 @@ pub(crate) fn is_start(bytes: &[u8]) -> bool {
 /// read.
 pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
+/// The description of such a file, for the error that refuses it.
+pub(crate) const OLD_FILE: &str =
+    "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,";
+
 /// Returns the pickle of the object, and the places of the storages.
 ///
 /// # Errors

@@ -373,6 +373,103 @@ fn damage_to_such_a_file_is_found_with_and_without_hashes() {
     assert_is_refused();
 }
 
+/// Asserts that a checkpoint is called damaged, by the name of the file beside the directory's own.
+fn assert_damaged(path: &Path, file: &str, case: &str) {
+    let error = refused(path);
+    let text = with_causes(&error);
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{case}: {text}");
+    assert!(text.contains(file), "{case}: {text}");
+}
+
+#[test]
+fn such_a_file_that_is_cut_short_is_damage_and_not_somebody_else_s() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, file) in FILES {
+        let path = changed(parent.path(), name);
+        let beside = path.join(file);
+        let legacy = std::fs::read(fixture("legacy.pt")).unwrap();
+        for whole in [std::fs::read(&beside).unwrap(), legacy] {
+            for kept in 0..32 {
+                std::fs::write(&beside, &whole[..kept]).unwrap();
+                assert_damaged(&path, file, &format!("{name}: {kept} bytes"));
+            }
+        }
+        // Also where the directory has hashes of it.
+        let sealed = changed(&parent.path().join("sealed"), name);
+        add_integrity(&sealed, None).unwrap();
+        let whole = std::fs::read(sealed.join(file)).unwrap();
+        for kept in 0..8 {
+            std::fs::write(sealed.join(file), &whole[..kept]).unwrap();
+            assert_damaged(&sealed, file, &format!("{name}: {kept} hashed bytes"));
+        }
+        std::fs::remove_file(sealed.join(file)).unwrap();
+        match refused(&sealed) {
+            FileError::MissingFiles { files, .. } => assert_eq!(files, [file]),
+            other => panic!("{name}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn anything_in_the_place_of_such_a_file_that_is_no_regular_file_is_damage() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, file) in FILES {
+        let path = changed(parent.path(), name);
+        let beside = path.join(file);
+        std::fs::remove_file(&beside).unwrap();
+        std::fs::create_dir(&beside).unwrap();
+        assert_damaged(&path, file, "a directory");
+        std::fs::remove_dir(&beside).unwrap();
+        for target in ["nowhere", "/dev/zero", ".metadata"] {
+            std::os::unix::fs::symlink(target, &beside).unwrap();
+            assert_damaged(&path, file, target);
+            std::fs::remove_file(&beside).unwrap();
+        }
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &beside,
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
+        assert_damaged(&path, file, "a fifo");
+    }
+}
+
+#[test]
+fn a_file_of_such_a_name_that_begins_as_no_file_of_torch_is_somebody_else_s() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, file) in FILES {
+        let path = changed(parent.path(), name);
+        std::fs::remove_file(path.join(file)).unwrap();
+        let keys = opened(&path).metadata().entries.len();
+        for content in ["x", "Pk", "Project", "PROJECT 1, of many", "{}"] {
+            std::fs::write(path.join(file), content).unwrap();
+            let checkpoint = opened(&path);
+            assert_eq!(
+                checkpoint.metadata().entries.len(),
+                keys,
+                "{name}: {content}"
+            );
+            let to = parent.path().join(format!("to-{name}-{}", content.len()));
+            let target = OutputFormat::Dcp { ranks: 1 };
+            let options = ConvertOptions {
+                overwrite: true,
+                ..ConvertOptions::default()
+            };
+            let done = convert(&*checkpoint, &to, target, options).unwrap();
+            assert!(done.copied.contains(&file.to_owned()), "{name}: {content}");
+        }
+        // Torch began so with protocol 0.
+        std::fs::write(path.join(file), "L119547037146038801333356L\n.").unwrap();
+        let error = refused(&path);
+        assert_eq!(error.kind(), ErrorKind::UnsupportedVersion, "{error}");
+        std::fs::write(path.join(file), "L1").unwrap();
+        assert_damaged(&path, file, "protocol 0, cut short");
+    }
+}
+
 #[test]
 fn keys_that_both_have_and_what_is_no_dict_are_opaque_and_the_rest_is_read() {
     let parent = tempfile::tempdir().unwrap();
