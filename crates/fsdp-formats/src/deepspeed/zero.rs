@@ -303,22 +303,72 @@ impl Shards {
                 let shape = shape.clone();
                 parameters.insert(name.clone(), CutParameter { shape, parts });
             }
-            // The elements after the last parameter are padding. If there are more of them than
-            // DeepSpeed can have added, parameters are missing from the list of shapes.
-            let unused_lengths = lengths
+            let part_lengths: Vec<usize> = lengths
                 .iter()
-                .skip(rank)
-                .filter_map(|lengths| lengths.get(group));
-            let unused = unused_lengths.fold(0, |sum: usize, length| sum.saturating_add(*length))
-                - flat_position;
-            if unused >= 2 * self.optimizer_files.len() * ALIGNMENT {
-                return Err(self.optimizer_files[0].malformed(format!(
-                    "group {group} has {} than its parameters",
-                    count_text(unused, "element more", "elements more")
-                )));
-            }
+                .map(|lengths| lengths.get(group).copied().unwrap_or(0))
+                .collect();
+            let used = total(&part_lengths[..rank]).saturating_add(flat_position);
+            self.check_unused(group, &part_lengths, used)?;
         }
         Ok(parameters)
+    }
+
+    /// Checks that the elements after the last parameter of a group are padding. `part_lengths` has
+    /// the lengths of the ranks' flat tensors, and `used` elements of them are of parameters.
+    ///
+    /// DeepSpeed pads a group to a multiple of twice the number of ranks, and cuts it into equal
+    /// parts. ZeRO saves each part without its padding. Its older versions take off that of the
+    /// last part only, and the optimizer for bf16 takes off none.
+    ///
+    /// # Errors
+    /// More elements than padding explains: parameters are missing from the list of shapes.
+    fn check_unused(
+        &self,
+        group: usize,
+        part_lengths: &[usize],
+        used: usize,
+    ) -> Result<(), FileError> {
+        let unused = total(part_lengths).saturating_sub(used);
+        let most = match self.noted_paddings(group) {
+            Some(paddings) => {
+                let mut padded_lengths = part_lengths
+                    .iter()
+                    .zip(&paddings)
+                    .map(|(length, padding)| length.saturating_add(*padding));
+                let first = padded_lengths.next();
+                // With its padding each part is as long as the others, unless none was taken off.
+                // The part of a single rank does not tell.
+                let is_taken_off = part_lengths.len() > 1
+                    && padded_lengths.all(|padded_length| Some(padded_length) == first);
+                if is_taken_off { 0 } else { total(&paddings) }
+            }
+            None => {
+                let alignment = 2 * part_lengths.len();
+                (alignment - used % alignment) % alignment
+            }
+        };
+        if unused > most {
+            return Err(self.models.files[0].malformed(format!(
+                "its `param_shapes` lack parameters: the flat tensors of group {group} have {}",
+                count_text(unused, "element more", "elements more")
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns the number of padding elements that each rank has noted for its part of a group;
+    /// `None` if a file notes none.
+    fn noted_paddings(&self, group: usize) -> Option<Vec<usize>> {
+        let key = format!("{ROOT}.group_paddings");
+        let ranks = self.optimizer_files.iter();
+        ranks
+            .map(|file| {
+                let PlainValue::List(paddings) = plain_value(file, &key)? else {
+                    return None;
+                };
+                usize::try_from(paddings.get(group)?.as_int()?).ok()
+            })
+            .collect()
     }
 
     /// Returns the number of padding elements after each parameter of a group; `None` if the file
@@ -575,8 +625,12 @@ fn is_alike(path: &KeyPath, container: &str) -> bool {
 /// The key of the flat parameters under ZeRO 3.
 pub(super) const ZERO_3_GROUPS: &str = "fp32_flat_groups";
 
-/// The largest number of elements to which DeepSpeed aligns a rank's part.
-const ALIGNMENT: usize = 128;
+/// Returns the sum of lengths. Those of a hostile file may be too large for one.
+fn total(lengths: &[usize]) -> usize {
+    lengths
+        .iter()
+        .fold(0, |sum: usize, length| sum.saturating_add(*length))
+}
 
 /// Refuses files of model states that list no shapes of parameters: DeepSpeed writes those for the
 /// shards of ZeRO only.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format};
-use fsdp_formats::internals::encode_value;
+use fsdp_formats::internals::{decode_value, encode_value};
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{Rename, View};
@@ -358,6 +358,145 @@ fn write_zero2(
         encode_value(&rank).unwrap(),
     )
     .unwrap();
+}
+
+/// Removes the last parameter of a group from the list of shapes in a file of model states, and
+/// returns its name.
+fn forget_last_parameter(file: &Path, group: usize) -> PlainValue {
+    let mut model = decode_value(&std::fs::read(file).unwrap()).unwrap();
+    let PlainValue::Dict(items) = &mut model else {
+        panic!("no dict")
+    };
+    let shapes = items
+        .iter_mut()
+        .find(|(key, _)| key.as_str() == Some("param_shapes"));
+    let Some((_, PlainValue::List(groups))) = shapes else {
+        panic!("no list of groups")
+    };
+    let PlainValue::Dict(parameters) = &mut groups[group] else {
+        panic!("no dict of shapes")
+    };
+    let (name, _) = parameters.pop().unwrap();
+    std::fs::write(file, encode_value(&model).unwrap()).unwrap();
+    name
+}
+
+/// Asserts that the file of model states is called damaged, because a group has more elements than
+/// its parameters.
+fn assert_lacks_parameters(path: &Path, group: usize, elements: &str) {
+    let error = refused(path);
+    let text = with_causes(&error);
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{text}");
+    for part in [
+        "mp_rank_00_model_states.pt",
+        format!("group {group} ").as_str(),
+        elements,
+    ] {
+        assert!(text.contains(part), "`{part}`: {text}");
+    }
+}
+
+#[test]
+fn a_parameter_that_the_list_of_shapes_lacks_is_noticed_by_its_elements() {
+    let parent = TempDir::new().unwrap();
+    for name in ["zero2", "zero1_elastic"] {
+        let path = copied(&parent, name, &format!("deepspeed/{name}"));
+        let file = path.join("mp_rank_00_model_states.pt");
+        assert_eq!(forget_last_parameter(&file, 0), "head.weight".into());
+        assert_lacks_parameters(&path, 0, "20 elements more");
+        // One whose elements are fewer than the padding of three ranks may be.
+        copy(&fixture("deepspeed").join(name), &path);
+        assert_eq!(forget_last_parameter(&file, 1), "unused.weight".into());
+        assert_eq!(forget_last_parameter(&file, 1), "norm.weight".into());
+        assert_lacks_parameters(&path, 1, "3 elements more");
+    }
+    for name in ["zero1", "zero2"] {
+        let path = copied(
+            &parent,
+            &format!("run-{name}"),
+            &format!("deepspeed_run/{name}"),
+        );
+        let file = path.join("mp_rank_00_model_states.pt");
+        assert_eq!(forget_last_parameter(&file, 0), "middle.bias".into());
+        assert_lacks_parameters(&path, 0, "4 elements more");
+    }
+}
+
+/// Writes the shards of ZeRO 2 of a group with one parameter of so many elements, and flat tensors
+/// of these lengths, one for each rank. `paddings` are those that the ranks note.
+fn write_parts(path: &Path, part_lengths: &[usize], paddings: Option<&[i64]>, elements: i64) {
+    let shape = PlainValue::Tuple(vec![PlainValue::Int(elements)]);
+    let model = dict(vec![
+        ("module", PlainValue::Dict(Vec::new())),
+        (
+            "param_shapes",
+            PlainValue::List(vec![dict(vec![("a", shape)])]),
+        ),
+    ]);
+    std::fs::create_dir_all(path).unwrap();
+    let write = |name: &str, value: &PlainValue| {
+        std::fs::write(path.join(name), encode_value(value).unwrap()).unwrap();
+    };
+    write("mp_rank_00_model_states.pt", &model);
+    for (rank, &length) in part_lengths.iter().enumerate() {
+        let flat = PlainTensor {
+            dtype: DType::F32,
+            shape: vec![length],
+            data: vec![0; 4 * length],
+        };
+        let mut state = vec![
+            (
+                "single_partition_of_fp32_groups",
+                PlainValue::List(vec![PlainValue::Tensor(flat)]),
+            ),
+            (
+                "partition_count",
+                PlainValue::Int(part_lengths.len() as i64),
+            ),
+        ];
+        if let Some(paddings) = paddings {
+            let padding = PlainValue::Int(paddings[rank]);
+            state.push(("group_paddings", PlainValue::List(vec![padding])));
+        }
+        write(
+            &format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"),
+            &dict(vec![("optimizer_state_dict", dict(state))]),
+        );
+    }
+}
+
+#[test]
+fn padding_that_a_version_of_deepspeed_saves_or_takes_off_is_no_missing_parameter() {
+    let parent = TempDir::new().unwrap();
+    // Each case is of one parameter, and ends with the most elements that it may have, and with
+    // the fewest.
+    let cases: [(&[usize], Option<&[i64]>, i64, i64); 8] = [
+        // ZeRO takes off the padding of each part.
+        (&[2, 1, 0], Some(&[0, 1, 2]), 3, 3),
+        (&[4, 4], Some(&[0, 0]), 8, 8),
+        // Older versions take off that of the last part, in which not all of it is.
+        (&[2, 2, 2, 1], Some(&[0, 0, 0, 1]), 7, 7),
+        (&[2, 2, 2, 0], Some(&[0, 0, 0, 5]), 6, 1),
+        // The optimizer for bf16 takes off none.
+        (&[4, 4], Some(&[0, 3]), 8, 5),
+        (&[6], Some(&[1]), 6, 5),
+        // The oldest versions note none.
+        (&[4, 4], None, 8, 5),
+        (&[4, 1], None, 5, 5),
+    ];
+    for (number, (part_lengths, paddings, most, fewest)) in cases.into_iter().enumerate() {
+        let path = parent.path().join(number.to_string());
+        for elements in fewest..=most {
+            write_parts(&path, part_lengths, paddings, elements);
+            let tensor = opened(&path).metadata().tensor("model.a").cloned();
+            assert_eq!(tensor.unwrap().shape, [elements as usize], "{number}");
+        }
+        write_parts(&path, part_lengths, paddings, fewest - 1);
+        assert_lacks_parameters(&path, 0, "more");
+        write_parts(&path, part_lengths, paddings, most + 1);
+        let error = with_causes(&refused(&path));
+        assert!(error.contains("too short"), "{number}: {error}");
+    }
 }
 
 #[test]
