@@ -207,6 +207,12 @@ fn open_directory(
     }
     // An interrupted save of DCP may have other files beside its own.
     if !names.iter().any(|name| is_data_of_dcp(name)) {
+        if deepspeed::universal::lacks_model_states(location, &names)? {
+            return Err(FileError::NotCommitted {
+                path: location.name().to_owned(),
+                reason: "it is a Universal Checkpoint of DeepSpeed without its file of model states (`*_model_states.pt`)",
+            });
+        }
         if let Some(what) = unknown_files(&names) {
             return Err(unsupported_error(location, &what));
         }

@@ -25,6 +25,15 @@ pub(super) fn is_optimizer(name: &str) -> bool {
     name.ends_with(OPTIM_END) && !name.starts_with('.')
 }
 
+/// Returns the start of a file's name that tells the precision of the training; it is empty if the
+/// name tells none.
+pub(super) fn precision(name: &str) -> &'static str {
+    ["bf16_", "fp16_"]
+        .into_iter()
+        .find(|start| name.starts_with(start))
+        .unwrap_or("")
+}
+
 /// Returns the data-parallel rank in a file's name; `None` if the file is not one of ZeRO's shards.
 /// Tensor parallelism, pipeline stages and experts are not supported, and an error.
 pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
@@ -32,10 +41,7 @@ pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
         .strip_suffix(MODEL_END)
         .or_else(|| name.strip_suffix(OPTIM_END))
         .unwrap_or(name);
-    let stem = without_end
-        .strip_prefix("bf16_")
-        .or_else(|| without_end.strip_prefix("fp16_"))
-        .unwrap_or(without_end);
+    let stem = &without_end[precision(without_end).len()..];
     // `None` stands for a name that does not read like this, as those of pipeline stages.
     let ranks = match stem
         .strip_prefix("zero_pp_rank_")

@@ -36,6 +36,10 @@ const PARAMETER_FILE: &str = "fp32.pt";
 /// The file of what the optimizer keeps besides.
 const OPTIMIZER_FILE: &str = "optimizer_state.pt";
 
+/// The most entries of the directory of the parameters that are looked at for the sake of a
+/// message.
+const MAX_LOOKED_AT: usize = 100;
+
 /// The moments of Adam.
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 /// The states of Adam.
@@ -49,6 +53,27 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
         && names.iter().any(|name| is_model(name));
     Ok(is_listed
         && location.join(PARAMETERS_DIRECTORY).storage()?.kind()? == Some(EntryKind::Directory))
+}
+
+/// Returns `true` if this directory, with entries of these names, has the parameters of a Universal
+/// Checkpoint, and no file of model states.
+pub(crate) fn lacks_model_states(location: &Location, names: &[String]) -> Result<bool, FileError> {
+    if !names.iter().any(|name| name == PARAMETERS_DIRECTORY)
+        || names.iter().any(|name| is_model(name))
+    {
+        return Ok(false);
+    }
+    let parameters_directory = location.join(PARAMETERS_DIRECTORY);
+    if parameters_directory.storage()?.kind()? != Some(EntryKind::Directory) {
+        return Ok(false);
+    }
+    for name in parameters_directory.names()?.iter().take(MAX_LOOKED_AT) {
+        let parameter_file = parameters_directory.join(name).join(PARAMETER_FILE);
+        if parameter_file.is_file()? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Returns the files of the parameters in such a directory, relative to it. DeepSpeed needs the
@@ -71,7 +96,8 @@ pub fn parameter_files(location: &Location) -> Result<Vec<String>, FileError> {
 ///
 /// # Errors
 /// A parameter that the model states list, and that has no directory; one that lacks a state that
-/// others have, or has one of another shape.
+/// others have, or has one of another shape; no file of what the optimizer keeps besides its
+/// states.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let models = read_models(&directory)?;
@@ -92,12 +118,14 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         .map(|(name, shape)| (name.clone(), shape.clone()))
         .collect();
     let mut states = States::new();
+    let mut has_optimizer_file = false;
     let parameters_directory = location.join(PARAMETERS_DIRECTORY);
     for name in parameters_directory.names()? {
         let parameter_directory = parameters_directory.join(&name);
         if parameter_directory.storage()?.kind()? != Some(EntryKind::Directory) {
             if name == OPTIMIZER_FILE {
                 add_optimizer(&mut assembler)?;
+                has_optimizer_file = true;
             }
             continue;
         }
@@ -116,7 +144,12 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         }
     }
     add_empty(&mut assembler, &models, &trained)?;
-    check_states(assembler.directory(), &groups, &states)?;
+    let mut missing_files = find_missing_states(&groups, &states);
+    // `ds_to_universal.py` always writes it, and DeepSpeed loads no states without it.
+    if !has_optimizer_file && states.values().any(|entries| !entries.is_empty()) {
+        missing_files.insert(format!("{PARAMETERS_DIRECTORY}/{OPTIMIZER_FILE}"));
+    }
+    assembler.directory().check_missing(missing_files)?;
     models.add_untrained(&mut assembler)?;
     Ok(assembler.finish(None))
 }
@@ -171,19 +204,12 @@ fn add_empty(
 /// The states of each parameter with elements: the names of its files, without `.pt`.
 type States = BTreeMap<String, BTreeSet<String>>;
 
-/// Checks that no file of a state is missing.
+/// Returns the files of states that are missing.
 ///
 /// DeepSpeed flattens the parameters of a group, and the optimizer has one state for all of them.
 /// So each of them has the states of the others. Different groups may have different optimizers, or
 /// none, but Adam has the same states in all of its groups.
-///
-/// # Errors
-/// A parameter that lacks a state.
-fn check_states(
-    directory: &CheckedDirectory,
-    groups: &[Shapes],
-    states: &States,
-) -> Result<(), FileError> {
+fn find_missing_states(groups: &[Shapes], states: &States) -> BTreeSet<String> {
     let mut missing_files = BTreeSet::new();
     for group in groups {
         let parameters: Vec<(&String, &BTreeSet<String>)> = group
@@ -199,7 +225,7 @@ fn check_states(
     missing_files.extend(missing_states(&of_adam, |entry| {
         ADAM_STATES.contains(&entry)
     }));
-    directory.check_missing(missing_files)
+    missing_files
 }
 
 /// Returns the files of states that some of these parameters have and others lack, or as many of

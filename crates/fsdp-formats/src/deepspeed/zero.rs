@@ -11,7 +11,7 @@ use std::ops::Range;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, count_text};
 
 use super::alike::check_alike;
-use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
+use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer, precision};
 use super::state::{
     Shapes, add_rest, model_path, param_shapes, read_states, shared_parameters, state_path,
 };
@@ -653,9 +653,12 @@ pub(super) fn check_ranks(
     world_size: usize,
     name_end: &str,
 ) -> Result<(), FileError> {
+    // The names of all ranks begin alike.
+    let first_file = files.values().next();
+    let start = first_file.map_or("", |file| precision(&file.name));
     let missing = (0..world_size)
         .filter(|rank| !files.contains_key(&Some(*rank)))
-        .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{name_end}"));
+        .map(|rank| format!("{start}zero_pp_rank_{rank}_mp_rank_00{name_end}"));
     directory.check_missing(missing)
 }
 

@@ -190,6 +190,53 @@ fn a_missing_state_of_a_parameter_is_an_error_that_names_its_file() {
 }
 
 #[test]
+fn a_missing_file_of_the_optimizer_is_an_error_where_there_are_states() {
+    let parent = TempDir::new().unwrap();
+    let file = "zero/optimizer_state.pt";
+    for name in [
+        "deepspeed/universal",
+        "deepspeed_run/universal1",
+        "deepspeed_run/universal3",
+    ] {
+        let path = copied(&parent, name, name);
+        std::fs::remove_file(path.join(file)).unwrap();
+        assert_lacks(&path, &[file]);
+    }
+    // It is named together with states that are missing.
+    let path = copied(&parent, "states", "deepspeed_run/universal1");
+    let state = "zero/middle.bias/exp_avg.pt";
+    std::fs::remove_file(path.join(file)).unwrap();
+    std::fs::remove_file(path.join(state)).unwrap();
+    assert_lacks(&path, &[state, file]);
+    // Parameters alone are a model.
+    for name in ["embed.weight", "middle.weight", "middle.bias"] {
+        for state in ["exp_avg", "exp_avg_sq", "step"] {
+            let _ = std::fs::remove_file(path.join(format!("zero/{name}/{state}.pt")));
+        }
+    }
+    let checkpoint = opened(&path);
+    assert!(checkpoint.metadata().tensor("model.middle.bias").is_some());
+}
+
+#[test]
+fn a_universal_checkpoint_without_model_states_says_what_it_lacks() {
+    let parent = TempDir::new().unwrap();
+    for name in ["deepspeed/universal", "deepspeed_run/universal3"] {
+        let path = copied(&parent, name, name);
+        for entry in std::fs::read_dir(&path).unwrap() {
+            let file = entry.unwrap().path();
+            if file.is_file() {
+                std::fs::remove_file(file).unwrap();
+            }
+        }
+        let error = refused(&path);
+        assert_eq!(error.kind(), ErrorKind::Incomplete, "{name}: {error}");
+        let text = with_causes(&error);
+        assert!(text.contains("`*_model_states.pt`"), "{name}: {text}");
+    }
+}
+
+#[test]
 fn groups_of_parameters_may_have_other_states_or_none() {
     let parent = TempDir::new().unwrap();
     let path = copied(&parent, "muon", "deepspeed/universal");
@@ -643,21 +690,42 @@ fn parameters_that_share_the_elements_of_frozen_ones_are_found_in_time() {
 #[test]
 fn missing_shards_are_named() {
     for (name, file) in [
-        ("zero2", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
-        ("zero2", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        ("zero2", "mp_rank_00_model_states.pt"),
-        ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("universal", "zero/norm.weight/fp32.pt"),
+        (
+            "deepspeed/zero2",
+            "zero_pp_rank_2_mp_rank_00_optim_states.pt",
+        ),
+        (
+            "deepspeed/zero2",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ),
+        ("deepspeed/zero2", "mp_rank_00_model_states.pt"),
+        (
+            "deepspeed/zero3",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        ),
+        (
+            "deepspeed/zero3",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        ("deepspeed/universal", "zero/norm.weight/fp32.pt"),
+        // The names of a training in 16 bits begin with its precision.
+        (
+            "deepspeed_run/zero1",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        (
+            "deepspeed_run/zero3",
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ),
+        (
+            "deepspeed_run/zero3",
+            "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        ),
     ] {
         let parent = TempDir::new().unwrap();
-        let path = parent.path().join("copy");
-        copy(&fixture("deepspeed").join(name), &path);
+        let path = copied(&parent, "copy", name);
         std::fs::remove_file(path.join(file)).unwrap();
-        match refused(&path) {
-            FileError::MissingFiles { files, .. } => assert_eq!(files, [file]),
-            other => panic!("{name} {file}: {other}"),
-        }
+        assert_lacks(&path, &[file]);
     }
 }
 
