@@ -14,7 +14,7 @@ pub(crate) const MAGIC: &[u8; 4] = b"GGUF";
 
 /// The most dimensions of a tensor.
 const MAX_DIMENSIONS: u32 = 4;
-/// The bytes that the start of the data is a multiple of, where the header says nothing else.
+/// The alignment of a file whose header says nothing else.
 const DEFAULT_ALIGNMENT: u64 = 32;
 /// The bytes that are read at once.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -40,6 +40,8 @@ pub(super) struct GgufHeader {
     pub(super) entries: Vec<(String, HeaderValue)>,
     /// The tensors, in order.
     pub(super) tensors: Vec<TensorInfo>,
+    /// The bytes that the start of the data, and of each tensor in it, is a multiple of.
+    pub(super) alignment: u64,
     /// The start of the elements of all tensors in the file.
     pub(super) data_offset: u64,
 }
@@ -74,7 +76,7 @@ impl TensorInfo {
 }
 
 /// Makes the error of a file that is not what it should be.
-fn malformed(reason: impl ToString) -> FormatError {
+pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("GGUF file", reason)
 }
 
@@ -324,6 +326,7 @@ impl GgufHeader {
         let mut header = GgufHeader {
             entries: Vec::new(),
             tensors: Vec::new(),
+            alignment: DEFAULT_ALIGNMENT,
             data_offset: 0,
         };
         for _ in 0..entry_count {
@@ -343,18 +346,17 @@ impl GgufHeader {
         for _ in 0..tensor_count {
             header.tensors.push(reader.read_tensor_info()?);
         }
-        // The data of the tensors begins at the next aligned position after the header.
-        let alignment = match header.value("general.alignment") {
-            None => DEFAULT_ALIGNMENT,
-            Some(value) => value
+        if let Some(value) = header.value("general.alignment") {
+            header.alignment = value
                 .as_int()
                 .and_then(|value| u64::try_from(value).ok())
                 .filter(|value| value.is_power_of_two())
-                .ok_or_else(|| malformed("its alignment is no power of two"))?,
-        };
+                .ok_or_else(|| malformed("its alignment is no power of two"))?;
+        }
+        // The data of the tensors begins at the next aligned position after the header.
         header.data_offset = reader
             .position
-            .checked_next_multiple_of(alignment)
+            .checked_next_multiple_of(header.alignment)
             .ok_or_else(|| malformed("its alignment is too large"))?;
         Ok(header)
     }

@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::boxes::{checked_numel, row_major_strides};
-use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox, count_text};
 
 pub(crate) use self::header::MAGIC;
-use self::header::{GgufHeader, HeaderValue, TensorInfo, read_array};
+use self::header::{GgufHeader, HeaderValue, TensorInfo, malformed, read_array};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{
     Assembled, Assembler, Elements, Held, Piece, StorageStart, Unread,
@@ -87,35 +87,71 @@ fn check_not_split(header: &GgufHeader) -> Result<(), FormatError> {
     }
 }
 
-/// Reads the header, and returns it with the range of each tensor in the file. A split model and a
-/// tensor beyond the end of the file are errors.
+/// Reads the header, and returns it with the range of each tensor in the file.
+///
+/// The tensors lie one after the other in the order of the list, each at the next aligned position
+/// after the one before it. llama.cpp reads no other files.
+///
+/// # Errors
+/// A split model; a tensor that lies elsewhere, or reaches beyond the end of the file; more data
+/// than that of the tensors.
 fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
     let header = GgufHeader::read(file)?;
     check_not_split(&header)?;
-    let mut starts: Vec<u64> = header.tensors.iter().map(|info| info.offset).collect();
-    starts.sort_unstable();
+    // A file without tensors may end before the data would begin.
+    let data_bytes = file.len().checked_sub(header.data_offset);
     let mut ranges = Vec::with_capacity(header.tensors.len());
-    for info in &header.tensors {
-        let next_start = starts.get(starts.partition_point(|start| *start <= info.offset));
+    // The end of the tensor before, counted from the start of the data.
+    let mut data_end = 0;
+    for (index, info) in header.tensors.iter().enumerate() {
+        check_offset(info, data_end, header.alignment)?;
         // Blocks of an unknown kind may take all bytes up to the next tensor, or up to the end of
         // the file.
-        let max_bytes = match next_start {
-            Some(next_start) => next_start - info.offset,
-            None => file
-                .len()
-                .saturating_sub(header.data_offset.saturating_add(info.offset)),
-        };
+        let next_offset = header.tensors.get(index + 1).map(|next| next.offset);
+        let max_bytes = next_offset
+            .or(data_bytes)
+            .unwrap_or(0)
+            .saturating_sub(info.offset);
         let length = tensor_bytes(info, max_bytes)?;
-        let range = header
-            .data_offset
-            .checked_add(info.offset)
-            .and_then(|start| {
-                let end = start.checked_add(length)?;
-                (end <= file.len()).then_some(start..end)
-            });
-        ranges.push(range.ok_or_else(|| info.malformed("reaches beyond the end of the file"))?);
+        data_end = info
+            .offset
+            .checked_add(length)
+            .filter(|end| data_bytes.is_some_and(|data_bytes| *end <= data_bytes))
+            .ok_or_else(|| info.malformed("reaches beyond the end of the file"))?;
+        let start = header.data_offset + info.offset;
+        ranges.push(start..start + length);
+    }
+    let unused = data_bytes.unwrap_or(0) - data_end;
+    if unused >= header.alignment {
+        let unused = count_text(unused, "byte", "bytes");
+        return Err(match header.tensors.last() {
+            Some(last) => last.malformed(&format!("ends {unused} before the end of the file")),
+            None => malformed(format!("it has no tensors, and {unused} of data")),
+        });
     }
     Ok((header, ranges))
+}
+
+/// Checks that a tensor lies at the next aligned position after the one before it, which ends at
+/// `previous_end`; this is 0 for the first one.
+fn check_offset(info: &TensorInfo, previous_end: u64, alignment: u64) -> Result<(), FormatError> {
+    let offset = info.offset;
+    if !offset.is_multiple_of(alignment) {
+        return Err(info.malformed(&format!(
+            "begins at byte {offset} of the data, which is no multiple of {alignment}"
+        )));
+    }
+    if offset < previous_end {
+        return Err(info.malformed(&format!(
+            "begins at byte {offset} of the data, in the tensor before it, which ends at {previous_end}"
+        )));
+    }
+    if offset - previous_end >= alignment {
+        return Err(info.malformed(&format!(
+            "begins at byte {offset} of the data, too far from the end of what is before it at {previous_end}"
+        )));
+    }
+    Ok(())
 }
 
 /// Returns how many bytes a tensor takes in the file: `max_bytes` if its type is not known.

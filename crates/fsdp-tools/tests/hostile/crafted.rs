@@ -488,7 +488,7 @@ fn gguf_files_that_lie() {
         ]
         .concat()
     };
-    let file = |tensors: [Vec<u8>; 2]| {
+    let file = |tensors: [Vec<u8>; 2], data_bytes: usize| {
         let start = [
             b"GGUF".as_slice(),
             &3u32.to_le_bytes(),
@@ -497,19 +497,29 @@ fn gguf_files_that_lie() {
         ]
         .concat();
         let mut bytes = [start, tensors.concat()].concat();
-        bytes.resize(bytes.len().next_multiple_of(32) + 48, 0);
+        bytes.resize(bytes.len().next_multiple_of(32) + data_bytes, 0);
         vec![("file.gguf", bytes)]
     };
     check(vec![
         (
             "a name twice",
-            file([tensor("w", 0), tensor("w", 32)]),
+            file([tensor("w", 0), tensor("w", 32)], 48),
             "it has `w` twice",
         ),
         (
             "a tensor beyond the file",
-            file([tensor("v", 0), tensor("w", 64)]),
-            "beyond the end",
+            file([tensor("v", 0), tensor("w", 32)], 47),
+            "the tensor `w` reaches beyond the end",
+        ),
+        (
+            "a tensor in another one",
+            file([tensor("v", 0), tensor("w", 0)], 48),
+            "the tensor `w` begins at byte 0 of the data, in the tensor before it",
+        ),
+        (
+            "a tensor far beyond the file",
+            file([tensor("v", 0), tensor("w", u64::MAX - 31)], 48),
+            "the tensor `w` begins at byte 18446744073709551584 of the data, too far",
         ),
     ]);
 }

@@ -5,7 +5,7 @@ use fsdp_formats::digest::digest;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::with_causes;
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainValue, TensorBox};
 use fsdp_tools::convert::{Cast, Rename, View};
 use fsdp_tools::diff::{DiffOptions, diff};
 use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
@@ -280,6 +280,100 @@ fn blocks_of_gguf_that_are_not_read_are_compared_and_must_be_there() {
         std::fs::write(&path, &bytes[..kept]).unwrap();
         let error = refused(&path).to_string();
         assert!(error.contains("model.gguf"), "{error}");
+    }
+}
+
+/// Makes a GGUF file with so many bytes of data, and tensors of 32-bit floats. Of each it takes the
+/// name, the number of elements, and where it begins in the data.
+fn gguf_of(alignment: u32, tensors: &[(&str, u64, u64)], data_bytes: usize) -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let mut file = b"GGUF\x03\0\0\0".to_vec();
+    file.extend((tensors.len() as u64).to_le_bytes());
+    file.extend(1u64.to_le_bytes());
+    file.extend(text("general.alignment"));
+    file.extend([4u32.to_le_bytes(), alignment.to_le_bytes()].concat());
+    for (name, elements, offset) in tensors {
+        file.extend(text(name));
+        file.extend(1u32.to_le_bytes());
+        file.extend(elements.to_le_bytes());
+        file.extend(0u32.to_le_bytes());
+        file.extend(offset.to_le_bytes());
+    }
+    file.resize(file.len().next_multiple_of(alignment as usize), 0);
+    let data_offset = file.len();
+    file.resize(data_offset + data_bytes, 1);
+    file
+}
+
+/// The arguments of [`gguf_of`].
+type Data<'a> = (u32, &'a [(&'a str, u64, u64)], usize);
+
+#[test]
+fn tensors_of_gguf_lie_one_after_the_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.gguf");
+    let sound: [Data<'_>; 7] = [
+        (32, &[("a", 16, 0), ("b", 8, 64)], 96),
+        (32, &[("a", 9, 0), ("b", 8, 64)], 96),
+        // The padding of the last one may be there.
+        (32, &[("a", 9, 0)], 36),
+        (32, &[("a", 9, 0)], 64),
+        (32, &[("a", 0, 0), ("b", 8, 0)], 32),
+        (8, &[("a", 1, 0), ("b", 1, 8)], 12),
+        (1, &[("a", 1, 0), ("b", 1, 4)], 8),
+    ];
+    for (alignment, tensors, data_bytes) in sound {
+        std::fs::write(&path, gguf_of(alignment, tensors, data_bytes)).unwrap();
+        let model = opened(&path);
+        let report = verify(&*model, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.is_ok(), "{tensors:?}: {:?}", report.problems);
+        assert_eq!(report.tensors, tensors.len(), "{tensors:?}");
+    }
+    let damaged: [(Data<'_>, &str); 11] = [
+        ((32, &[("a", 4, 7)], 64), "`a` begins at byte 7"),
+        (
+            (32, &[("a", 16, 0), ("b", 8, 68)], 100),
+            "`b` begins at byte 68 of the data, which is no multiple of 32",
+        ),
+        (
+            (32, &[("a", 16, 0), ("b", 16, 0)], 64),
+            "`b` begins at byte 0",
+        ),
+        (
+            (32, &[("a", 16, 0), ("b", 8, 32)], 64),
+            "`b` begins at byte 32 of the data, in the tensor before it, which ends at 64",
+        ),
+        ((32, &[("a", 8, 32)], 64), "`a` begins at byte 32"),
+        (
+            (32, &[("a", 8, 0), ("b", 8, 64)], 96),
+            "`b` begins at byte 64 of the data, too far from the end of what is before it at 32",
+        ),
+        (
+            (8, &[("a", 1, 0), ("b", 1, 16)], 20),
+            "`b` begins at byte 16",
+        ),
+        // Two tensors that have changed places.
+        (
+            (32, &[("a", 8, 32), ("b", 8, 0)], 64),
+            "`a` begins at byte 32",
+        ),
+        (
+            (32, &[("a", 8, 0), ("b", 16, 32)], 64),
+            "`b` reaches beyond the end of the file",
+        ),
+        // Bytes that were inserted before the data, and a list that is too short.
+        (
+            (32, &[("a", 16, 0)], 128),
+            "`a` ends 64 bytes before the end of the file",
+        ),
+        ((32, &[], 64), "no tensors, and 64 bytes of data"),
+    ];
+    for ((alignment, tensors, data_bytes), words) in damaged {
+        std::fs::write(&path, gguf_of(alignment, tensors, data_bytes)).unwrap();
+        let error = refused(&path);
+        let text = with_causes(&error);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{tensors:?}: {text}");
+        assert!(text.contains(words), "{tensors:?}: {text}");
     }
 }
 
