@@ -4,8 +4,6 @@
 //! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).
 
-use std::ops::Range;
-
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox, count_text};
 
@@ -258,8 +256,8 @@ impl ReadAt for ItemEnds<'_> {
         self.item.len()
     }
 
-    fn has_hole(&self, range: Range<u64>) -> bool {
-        self.item.has_hole(range)
+    fn find_hole(&self, offset: u64) -> Option<u64> {
+        self.item.find_hole(offset)
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {

@@ -16,6 +16,7 @@ use crate::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use proptest::prelude::*;
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// Makes values of all types, nested in each other.
 fn any_value() -> impl Strategy<Value = PlainValue> {

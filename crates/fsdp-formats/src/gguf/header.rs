@@ -88,6 +88,9 @@ struct HeaderReader<'f> {
     /// The bytes of the file from `block_start` on that were read.
     block: Vec<u8>,
     block_start: u64,
+    /// The first hole of the file from the position on at which it was looked for last, or
+    /// `u64::MAX` if there is none; `None` before it was looked for.
+    next_hole: Option<u64>,
     budget: Budget,
     /// The bytes that each byte that is read adds to the budget.
     memory_factor: u64,
@@ -101,6 +104,7 @@ impl<'f> HeaderReader<'f> {
             position: 0,
             block: Vec::new(),
             block_start: 0,
+            next_hole: None,
             budget,
             memory_factor,
         }
@@ -109,6 +113,22 @@ impl<'f> HeaderReader<'f> {
     /// Returns how many bytes of the file follow.
     fn bytes_left(&self) -> u64 {
         self.file.len().saturating_sub(self.position)
+    }
+
+    /// Returns `true` if the file has a hole between the position and `end`.
+    fn has_hole_before(&mut self, end: u64) -> bool {
+        if end <= self.position {
+            return false;
+        }
+        // To find it the system may look at all of the file. So it is looked for once, and not for
+        // each of many small arrays.
+        let known_hole = self.next_hole.filter(|hole| *hole >= self.position);
+        let hole = match known_hole {
+            Some(hole) => hole,
+            None => self.file.find_hole(self.position).unwrap_or(u64::MAX),
+        };
+        self.next_hole = Some(hole);
+        hole < end
     }
 
     /// Reads the next `N` bytes.
@@ -128,7 +148,7 @@ impl<'f> HeaderReader<'f> {
             self.file.read_exact_at(self.position, &mut self.block)?;
             self.block_start = self.position;
             // A file with holes costs whoever made it nothing.
-            if !self.file.has_hole(self.position..self.position + length) {
+            if !self.has_hole_before(self.position + length) {
                 self.budget.allow(length * self.memory_factor);
             }
         }
@@ -256,7 +276,7 @@ impl<'f> HeaderReader<'f> {
         let length = count.saturating_mul(item_bytes);
         let end = self.position.saturating_add(length);
         // A file with holes costs whoever made it nothing, and would be refused when it is read.
-        if self.file.has_hole(self.position..end) {
+        if self.has_hole_before(end) {
             self.charge_items(count)?;
         }
         self.skip(length)
@@ -400,4 +420,67 @@ fn number_bytes(value_type: u32) -> Option<u64> {
 /// Returns the error of a value whose type has no such number.
 fn unknown_type_error(unknown: u32) -> FormatError {
     malformed(format!("it has a value of the unknown type {unknown}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// A file in memory that counts how often a hole is looked for in it.
+    struct CountedFile {
+        bytes: Vec<u8>,
+        hole: Option<u64>,
+        lookups: AtomicUsize,
+    }
+
+    impl ReadAt for CountedFile {
+        fn len(&self) -> u64 {
+            self.bytes.len() as u64
+        }
+
+        fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+            self.bytes.read_exact_at(offset, dst)
+        }
+
+        fn find_hole(&self, offset: u64) -> Option<u64> {
+            self.lookups.fetch_add(1, Ordering::Relaxed);
+            self.hole.filter(|hole| *hole >= offset)
+        }
+    }
+
+    /// Returns how often a hole is looked for in a header with many arrays of so many bytes.
+    fn count_lookups(array_bytes: u64, hole: Option<u64>) -> usize {
+        const ARRAYS: u64 = 100_000;
+        let mut bytes = b"GGUF\x03\0\0\0".to_vec();
+        bytes.extend(0u64.to_le_bytes());
+        bytes.extend(1u64.to_le_bytes());
+        bytes.extend([&1u64.to_le_bytes()[..], b"k"].concat());
+        bytes.extend([ARRAY_TYPE.to_le_bytes(), ARRAY_TYPE.to_le_bytes()].concat());
+        bytes.extend(ARRAYS.to_le_bytes());
+        for _ in 0..ARRAYS {
+            bytes.extend(0u32.to_le_bytes());
+            bytes.extend(array_bytes.to_le_bytes());
+            bytes.extend(vec![7; array_bytes as usize]);
+        }
+        let file = CountedFile {
+            bytes,
+            hole,
+            lookups: AtomicUsize::new(0),
+        };
+        let header = GgufHeader::read(&file).unwrap();
+        assert_eq!(header.entries.len(), 1);
+        file.lookups.into_inner()
+    }
+
+    #[test]
+    fn a_hole_is_looked_for_once_and_not_for_each_array() {
+        for array_bytes in [0, 3] {
+            assert_eq!(count_lookups(array_bytes, None), 1, "{array_bytes}");
+            // Behind the hole there may be another one.
+            let hole = Some(600_000);
+            assert_eq!(count_lookups(array_bytes, hole), 2, "{array_bytes}");
+        }
+    }
 }

@@ -3,7 +3,6 @@
 use std::ffi::OsString;
 use std::fs::{File, FileType, Metadata, OpenOptions, Permissions};
 use std::io;
-use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
@@ -323,10 +322,10 @@ impl ReadAt for OsReadFile {
             })
     }
 
-    fn has_hole(&self, range: Range<u64>) -> bool {
+    fn find_hole(&self, offset: u64) -> Option<u64> {
         // This moves the position of the file, which nothing else uses. If there is no hole, the
         // system returns the end of the file.
-        rustix::fs::seek(&self.file, SeekFrom::Hole(range.start)).is_ok_and(|hole| hole < range.end)
+        rustix::fs::seek(&self.file, SeekFrom::Hole(offset)).ok()
     }
 }
 

@@ -33,11 +33,18 @@ pub trait ReadAt: Send + Sync {
         Ok(())
     }
 
-    /// Returns `true` if it is known that nothing was ever written to some of a range: the file is
-    /// larger than what it takes on the disk.
+    /// Returns the first position at or behind `offset` that nothing was ever written to: the file
+    /// is larger than what it takes on the disk. It may be the end of the file; `None` if no such
+    /// position is known. The system may have to look at everything before the position.
+    fn find_hole(&self, offset: u64) -> Option<u64> {
+        let _ = offset;
+        None
+    }
+
+    /// Returns `true` if it is known that nothing was ever written to some of a range.
     fn has_hole(&self, range: Range<u64>) -> bool {
-        let _ = range;
-        false
+        self.find_hole(range.start)
+            .is_some_and(|hole| hole < range.end)
     }
 
     /// Returns the range around `offset` that one hash covers, if there is one: reading any of it
@@ -142,9 +149,9 @@ impl ReadAt for Window<'_> {
         self.source.read_exact_at(self.start + offset, dst)
     }
 
-    fn has_hole(&self, range: Range<u64>) -> bool {
-        self.source
-            .has_hole(self.start.saturating_add(range.start)..self.start.saturating_add(range.end))
+    fn find_hole(&self, offset: u64) -> Option<u64> {
+        let hole = self.source.find_hole(self.start.saturating_add(offset))?;
+        Some(hole.saturating_sub(self.start))
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {

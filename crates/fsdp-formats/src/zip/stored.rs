@@ -252,8 +252,8 @@ impl ReadAt for StoredReader<'_> {
         self.record.add(offset, dst)
     }
 
-    fn has_hole(&self, range: Range<u64>) -> bool {
-        self.file.has_hole(range)
+    fn find_hole(&self, offset: u64) -> Option<u64> {
+        self.file.find_hole(offset)
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
