@@ -42,7 +42,7 @@ pub enum FormatError {
         end: u64,
     },
     /// The zip container is broken or unusual.
-    #[error("not a torch archive: {what} (at byte {offset})")]
+    #[error("malformed zip archive: {what} (at byte {offset})")]
     Archive {
         /// The place.
         offset: u64,

@@ -394,13 +394,18 @@ fn open_archive(
     // The records of NumPy's archives have no root, and may be compressed, so such an archive was
     // not read yet, or not with the names of its records.
     let may_be_numpy = rooted_archive.as_ref().map_or(true, numpy::is_archive);
-    if may_be_numpy
-        && let Ok(archive) = Directory::read_rootless(&*file)
-        && numpy::is_archive(&archive)
-    {
-        return Ok(Box::new(numpy::open_archive(
-            location, directory, &archive,
-        )?));
+    if may_be_numpy {
+        match Directory::read_rootless(&*file) {
+            Ok(archive) if numpy::is_archive(&archive) => {
+                let arrays = numpy::open_archive(location, directory, &archive)?;
+                return Ok(Box::new(arrays));
+            }
+            // Not even the names are known then, so the error must not be about torch's root.
+            Err(error) if rooted_archive.is_err() => {
+                return Err(directory.file_error(name, error));
+            }
+            _ => {}
+        }
     }
     let archive = rooted_archive.map_err(|error| directory.file_error(name, error))?;
     Ok(Box::new(torch::read::open(

@@ -48,6 +48,8 @@ const LONGEST_END: u64 = ZIP64_LENGTH + END_LENGTH + u16::MAX as u64;
 const STORED: u16 = 0;
 /// The method of one that is compressed with DEFLATE.
 const DEFLATED: u16 = 8;
+/// The numbers of methods that are not read, and their names. Programs for zip archives know them.
+const OTHER_METHODS: [(u16, &str); 3] = [(12, "bzip2"), (14, "LZMA"), (93, "Zstandard")];
 /// The most bytes that DEFLATE makes of one.
 const MAX_DEFLATION: u64 = 1032;
 
@@ -448,11 +450,14 @@ fn read_entry(
     let is_deflated = match u16_at(fixed_fields, 10) {
         STORED => false,
         DEFLATED => true,
-        _ => {
-            return Err(malformed(
-                entry_offset,
-                "the record is compressed in an unknown way",
-            ));
+        method => {
+            let other = OTHER_METHODS.iter().find(|(number, _)| *number == method);
+            return Err(match other {
+                Some((_, method_name)) => FormatError::unsupported(format!(
+                    "the record `{name}`, which is compressed with {method_name},"
+                )),
+                None => malformed(entry_offset, "the record is compressed in an unknown way"),
+            });
         }
     };
     let stored32 = u32_at(fixed_fields, 20);

@@ -126,6 +126,57 @@ fn what_numpy_only_pickles_is_refused_by_name() {
     }
 }
 
+/// Returns the bytes of an archive in which some bytes of its directory have changed. They begin
+/// `before` bytes before the name of a record there.
+fn with_directory(name: &[u8], before: usize, new: &[u8]) -> Vec<u8> {
+    let mut bytes = std::fs::read(fixture("numpy_gguf/arrays.npz")).unwrap();
+    let mut windows = bytes.windows(name.len());
+    // The directory comes last.
+    let start = windows.rposition(|part| part == name).unwrap() - before;
+    bytes[start..start + new.len()].copy_from_slice(new);
+    bytes
+}
+
+#[test]
+fn an_error_in_the_directory_of_an_archive_of_numpy_is_not_about_torch() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("arrays.npz");
+    for (bytes, kind, words) in [
+        (
+            with_directory(b"mask.npy", 0, b"half.npy"),
+            ErrorKind::Corrupt,
+            "a record stands twice in the directory",
+        ),
+        (
+            with_directory(b"mask.npy", 0, b"../m.npy"),
+            ErrorKind::Corrupt,
+            "a record's name is not a plain relative path",
+        ),
+        // The method of compression is 36 bytes before the name.
+        (
+            with_directory(b"mask.npy", 36, &[12]),
+            ErrorKind::UnsupportedVersion,
+            "the record `mask.npy`, which is compressed with bzip2, is not supported",
+        ),
+        (
+            with_directory(b"mask.npy", 36, &[14]),
+            ErrorKind::UnsupportedVersion,
+            "the record `mask.npy`, which is compressed with LZMA, is not supported",
+        ),
+        (
+            with_directory(b"mask.npy", 36, &[99]),
+            ErrorKind::Corrupt,
+            "the record is compressed in an unknown way",
+        ),
+    ] {
+        std::fs::write(&path, bytes).unwrap();
+        let error = refused(&path);
+        let text = with_causes(&error);
+        assert_eq!(error.kind(), kind, "{text}");
+        assert!(text.contains(words) && !text.contains("torch"), "{text}");
+    }
+}
+
 #[test]
 fn arrays_that_hold_no_numbers_are_opaque_beside_those_that_do() {
     for name in ["mixed.npz", "mixed_compressed.npz"] {
