@@ -128,6 +128,12 @@ fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
              `--include` takes only what is wanted, and `--to dcp` or `--to torch` may hold what a file of values cannot",
         );
     }
+    if cause
+        .downcast_ref()
+        .is_some_and(FormatError::is_nested_too_deep)
+    {
+        return Some("save it again with values that are nested less deep");
+    }
     if let Some(FormatError::Corrupt { file, .. }) = cause.downcast_ref()
         && file == ".metadata"
     {

@@ -12,12 +12,15 @@ use crate::limits::{BeyondLimit, MAX_DEPTH};
 /// moment, while it grows, so that 64 MiB are not exceeded.
 pub(crate) const FREE_BYTES: u64 = 32 << 20;
 
+/// The name of the depth of nested values in errors.
+const NESTING: &str = "nesting";
+
 /// Refuses a value that is nested in `depth` others, if it is too deep. The functions that walk
 /// values are recursive.
 pub fn check_depth(depth: usize) -> Result<(), OverBudget> {
     if depth >= MAX_DEPTH {
         return Err(OverBudget(BeyondLimit {
-            what: "nesting",
+            what: NESTING,
             value: depth as u64 + 1,
             limit: MAX_DEPTH as u64,
         }));
@@ -36,6 +39,13 @@ pub(crate) struct Budget {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error(transparent)]
 pub struct OverBudget(pub BeyondLimit);
+
+impl OverBudget {
+    /// Returns `true` if values are nested too deep, which has nothing to do with memory.
+    pub(crate) fn is_of_nesting(&self) -> bool {
+        self.0.what == NESTING
+    }
+}
 
 impl Budget {
     /// Makes the budget of an input of `length` bytes, of which each may become `factor` bytes.

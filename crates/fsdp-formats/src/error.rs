@@ -130,10 +130,26 @@ impl FormatError {
     /// allows. It may be sound.
     #[must_use]
     pub fn is_over_budget(&self) -> bool {
+        self.over_budget()
+            .is_some_and(|over_budget| !over_budget.is_of_nesting())
+    }
+
+    /// Returns `true` if values in the content are nested too deep. It may be sound.
+    #[must_use]
+    pub fn is_nested_too_deep(&self) -> bool {
+        self.over_budget().is_some_and(OverBudget::is_of_nesting)
+    }
+
+    /// Returns the charge that the budget does not cover, or the depth beyond its limit, if that is
+    /// the error.
+    fn over_budget(&self) -> Option<&OverBudget> {
         match self {
-            FormatError::TooLarge(_) => true,
-            FormatError::Pickle(error) => matches!(error.kind, PickleErrorKind::TooLarge(_)),
-            _ => false,
+            FormatError::TooLarge(over_budget) => Some(over_budget),
+            FormatError::Pickle(error) => match &error.kind {
+                PickleErrorKind::TooLarge(over_budget) => Some(over_budget),
+                _ => None,
+            },
+            _ => None,
         }
     }
 

@@ -70,6 +70,15 @@ fn foreign(name: &str) -> String {
 }
 
 #[test]
+fn advice_about_values_that_are_nested_too_deep_is_not_about_memory() {
+    let advice = contains("hint: save it again").and(contains("memory").not());
+    fsdp(&["inspect", &foreign("sound/deep.pt")])
+        .assert()
+        .code(12)
+        .stderr(contains("nesting of 201").and(advice));
+}
+
+#[test]
 fn classes_and_attributes_of_tensors_are_not_lost_without_a_word() {
     let directory = tempfile::tempdir().unwrap();
     let warned =
