@@ -24,7 +24,7 @@ use crate::catalog::{
 };
 use crate::error::{CheckpointError, broadcast_result};
 use crate::load::{LOAD, agree_on_load, open};
-use crate::memory_tier::MemoryTier;
+use crate::memory_tier::{MemoryTier, leave_tier};
 use crate::parent::parent_of_step;
 use crate::progress::SaveProgress;
 use crate::retention::{Retention, prune_up_to};
@@ -221,6 +221,9 @@ impl Checkpointer {
         };
         if self.group.rank() > 0 {
             return Ok(());
+        }
+        if self.memory_tier.is_none() {
+            leave_tier(&self.run)?;
         }
         let (branch, left_step) = self.branch_after_load(step, loaded.as_ref())?;
         if let Some(left) = left_step {

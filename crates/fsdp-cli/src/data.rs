@@ -85,6 +85,11 @@ impl Text {
         Ok(Text { name, bytes })
     }
 
+    /// Returns the name of its file.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Returns a digest that identifies the text.
     pub(crate) fn digest(&self) -> Digest {
         let mut sum = Sum::default();

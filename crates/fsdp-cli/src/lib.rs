@@ -81,7 +81,8 @@ const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
 17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved, \
-19 failure after a commit, 20 values of opaque types that would be left out.
+19 failure after a commit, 20 values of opaque types that would be left out, \
+21 gradients that are not finite.
 Options whose help names an environment variable can be set by that too; the command line beats it. RUST_LOG=info turns \
 logs on.";
 

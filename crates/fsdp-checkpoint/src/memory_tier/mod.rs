@@ -37,6 +37,7 @@ use self::arithmetic::{
     steps_with_missing_ranks,
 };
 use self::exchange::exchange;
+pub(crate) use self::run_directory::leave_tier;
 use self::run_directory::{RunDirectory, make_private, name_in_tier};
 use crate::catalog::{RunPosition, StepCheckpoint};
 use crate::error::CheckpointError;
@@ -108,7 +109,7 @@ impl MemoryTier {
     /// Returns the newest position of which this host has a part; `None` if it has none, or if the
     /// tier cannot be read, which is only logged. No communication.
     pub(crate) fn newest_on_host(&self) -> Option<RunPosition> {
-        let listed = name_in_tier(&self.run, false).and_then(|name| match name {
+        let listed = name_in_tier(&self.run).and_then(|name| match name {
             Some(name) => list_copies(&self.directory.join(name), self.group.rank()),
             None => Ok(Vec::new()),
         });

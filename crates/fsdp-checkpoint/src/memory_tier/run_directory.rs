@@ -13,17 +13,76 @@ use fsdp_formats::{FileError, Location};
 use fsdp_state::LoadError as _;
 use twox_hash::XxHash3_64;
 
+use super::remove;
 use crate::error::{CheckpointError, broadcast_result};
 
-/// The name of the file, in the directory of a run's checkpoints, with the number of the run in the
-/// memory tier.
+/// The name of the file, in the directory of a run's checkpoints, with the [`RunNumbers`] of the run
+/// in the memory tier.
 const RUN_FILE: &str = ".memory-tier";
 
 /// The name of the file, in the run's directory of the memory tier, with the number of the host.
 const HOST_FILE: &str = "host";
 
-/// The length of both files: 16 hexadecimal digits.
+/// The length of a number in both files: 16 hexadecimal digits.
 const NUMBER_BYTES: u64 = 16;
+
+/// The numbers of a run in the memory tier: each is that of a directory there.
+#[derive(Debug, Clone, Copy)]
+struct RunNumbers {
+    current: u64,
+    /// The number that the run had before it saved without its tier. The steps in that directory
+    /// must not be used again, as the run does not continue from them.
+    left: Option<u64>,
+}
+
+impl RunNumbers {
+    /// Reads the numbers in a run's file.
+    fn read(file: &Location) -> Result<Self, CheckpointError> {
+        let text = file.read_file(2 * NUMBER_BYTES + 1)?;
+        let text = std::str::from_utf8(&text).unwrap_or_default();
+        let (current, left) = match text.split_once(' ') {
+            Some((current, left)) => (current, Some(left)),
+            None => (text, None),
+        };
+        let parse = |text: &str| {
+            u64::from_str_radix(text, 16).map_err(|_| CheckpointError::NotAMemoryTier {
+                path: file.name().to_owned(),
+            })
+        };
+        Ok(RunNumbers {
+            current: parse(current)?,
+            left: left.map(parse).transpose()?,
+        })
+    }
+
+    /// Writes the numbers to a run's file.
+    fn write(self, file: &Location) -> Result<(), CheckpointError> {
+        let mut text = format!("{:016x}", self.current);
+        if let Some(left) = self.left {
+            text.push_str(&format!(" {left:016x}"));
+        }
+        Ok(Durable::new().replace_file(file, text.as_bytes())?)
+    }
+}
+
+/// Gives a run another number in the memory tier, if it has one, because it is about to save without
+/// its tier: steps that are there now would be newer than the checkpoint that is saved.
+pub(crate) fn leave_tier(run: &Location) -> Result<(), CheckpointError> {
+    let file = run.join(RUN_FILE);
+    if !file.exists()? {
+        return Ok(());
+    }
+    let numbers = RunNumbers::read(&file)?;
+    match numbers.left {
+        // The tier has not been used since.
+        Some(_) => Ok(()),
+        None => RunNumbers {
+            current: random_number(),
+            left: Some(numbers.current),
+        }
+        .write(&file),
+    }
+}
 
 /// The directory of a run in the memory tier, during one operation in which all ranks take part.
 #[derive(Debug, Clone)]
@@ -51,12 +110,14 @@ impl RunDirectory {
         operation: &'static str,
         create: bool,
     ) -> Result<Option<Self>, CheckpointError> {
-        // Step 1: rank 0 finds the name of the run's directory.
-        let mut name = Ok(None);
+        // Step 1: rank 0 finds the name of the run's directory, and that of one it has left.
+        let mut names = Ok(None);
         if group.rank() == 0 {
-            name = name_in_tier(run, create).map(Some);
+            names = names_in_tier(run, create).map(Some);
         }
-        let Some(name): Option<String> = broadcast_result(&group, operation, name, 0)? else {
+        let found: Option<(String, Option<String>)> =
+            broadcast_result(&group, operation, names, 0)?;
+        let Some((name, left_name)) = found else {
             return Ok(None);
         };
         // Step 2: each rank reads the number of its host. Ranks with the same number see the same
@@ -71,28 +132,68 @@ impl RunDirectory {
             .enumerate()
             .map(|(rank, number)| *lowest_ranks.entry(number).or_insert(rank))
             .collect();
-        Ok(Some(RunDirectory {
+        let found = RunDirectory {
             group,
             operation,
             root,
             hosts,
-        }))
+        };
+        if let Some(left_name) = left_name {
+            found.forget_left(&directory.join(left_name), run)?;
+        }
+        Ok(Some(found))
+    }
+
+    /// Removes the directory that the run has left from each host, and then its number. Collective:
+    /// two agreements.
+    ///
+    /// # Errors
+    /// The same on every rank: errors of the storage.
+    fn forget_left(&self, left: &Location, run: &Location) -> Result<(), CheckpointError> {
+        self.on_each_host(|_| remove(left))?;
+        let mut outcome = Ok(());
+        if self.group.rank() == 0 {
+            let file = run.join(RUN_FILE);
+            outcome = RunNumbers::read(&file).and_then(|numbers| {
+                RunNumbers {
+                    left: None,
+                    ..numbers
+                }
+                .write(&file)
+            });
+        }
+        self.agree(outcome)
     }
 }
 
-/// Returns the name of a run's directory in the tier: a part of the name of its own directory, for
-/// those who look into the tier, and a hash of the run's number and path. (A copy of the run's
-/// directory has the same number, but is another run.) A run that has no number yet gets one with
-/// `create`; without, this returns `None`.
-pub(super) fn name_in_tier(
+/// Returns the name of a run's directory in the tier; `None` if it has none.
+pub(super) fn name_in_tier(run: &Location) -> Result<Option<String>, CheckpointError> {
+    Ok(names_in_tier(run, false)?.map(|(name, _)| name))
+}
+
+/// Returns the name of a run's directory in the tier, and that of the directory that it has left
+/// there, if it has. A run that has no number yet gets one with `create`; without, this returns
+/// `None`.
+fn names_in_tier(
     run: &Location,
     create: bool,
-) -> Result<Option<String>, CheckpointError> {
+) -> Result<Option<(String, Option<String>)>, CheckpointError> {
     let file = run.join(RUN_FILE);
-    if !create && !file.exists()? {
-        return Ok(None);
+    if !file.exists()? {
+        if !create {
+            return Ok(None);
+        }
+        create_number_file_once(&file)?;
     }
-    let number = read_or_make_number(&file)?;
+    let numbers = RunNumbers::read(&file)?;
+    let name_of = |number| directory_name(run, number);
+    Ok(Some((name_of(numbers.current), numbers.left.map(name_of))))
+}
+
+/// Returns the name that a run's directory in the tier has with this number: a part of the name of
+/// its own directory, for those who look into the tier, and a hash of the number and the path. (A
+/// copy of the run's directory has the same number, but is another run.)
+fn directory_name(run: &Location, number: u64) -> String {
     let path = run
         .local()
         .and_then(|path| path.canonicalize().ok())
@@ -106,7 +207,7 @@ pub(super) fn name_in_tier(
         .filter(char::is_ascii_alphanumeric)
         .take(32)
         .collect();
-    Ok(Some(format!("{readable_part}-{hash:016x}")))
+    format!("{readable_part}-{hash:016x}")
 }
 
 /// Makes a directory of the tier that other users cannot read, unless it exists. (An object store
@@ -151,14 +252,10 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
     ))
 }
 
-/// Reads the number in a file. A missing file is created with a random number. If several ranks
-/// create it at the same time, one of them succeeds, and all read its number.
+/// Reads the number in a file. A missing file is created with a random number.
 fn read_or_make_number(file: &Location) -> Result<u64, CheckpointError> {
     if !file.exists()? {
-        match create_number_file(file) {
-            Ok(()) | Err(FileError::Exists { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
+        create_number_file_once(file)?;
     }
     let text = file.read_file(NUMBER_BYTES)?;
     std::str::from_utf8(&text)
@@ -169,14 +266,28 @@ fn read_or_make_number(file: &Location) -> Result<u64, CheckpointError> {
         })
 }
 
+/// Creates a file with a new random number, in one step. If several ranks create it at the same
+/// time, one of them succeeds, and that is no error on the others.
+fn create_number_file_once(file: &Location) -> Result<(), CheckpointError> {
+    match create_number_file(file) {
+        Ok(()) | Err(FileError::Exists { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Creates a file with a new random number, in one step. If another process has written one before,
 /// that is the error [`FileError::Exists`].
 fn create_number_file(file: &Location) -> Result<(), FileError> {
-    // The standard library seeds its hashers with random numbers of the system.
-    let text = format!("{:016x}", RandomState::new().build_hasher().finish());
+    let text = format!("{:016x}", random_number());
     let staging = Durable::new().prepare(file, false)?;
     let new_file = staging.create_single(NUMBER_BYTES)?;
     new_file.write_at(0, text.as_bytes())?;
     new_file.finish()?;
     staging.commit_single()
+}
+
+/// Returns a random number.
+fn random_number() -> u64 {
+    // The standard library seeds its hashers with random numbers of the system.
+    RandomState::new().build_hasher().finish()
 }

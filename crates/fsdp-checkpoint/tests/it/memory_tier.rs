@@ -347,6 +347,42 @@ fn the_newer_of_memory_and_checkpoint_is_loaded() {
 }
 
 #[test]
+fn steps_in_memory_are_not_used_once_the_run_has_saved_without_its_tier() {
+    let go_on_without = |run: &Run, loaded: Option<u64>, steps: &[u64]| {
+        run_local(2, |group| {
+            let options = CheckpointerOptions::default();
+            let mut checkpointer =
+                Checkpointer::new(run.0.path().join("run"), &group, options).unwrap();
+            if let Some(loaded) = loaded {
+                checkpointer.load(loaded, &mut state(&group, 0)).unwrap();
+            }
+            for &step in steps {
+                checkpointer.save(step, &state(&group, step)).unwrap();
+            }
+        })
+        .unwrap();
+    };
+    // It goes on from a checkpoint.
+    let run = Run::new();
+    run.checkpoint(50);
+    run.save(2, &[60]);
+    assert_eq!(run.load(2), Some(60));
+    go_on_without(&run, Some(50), &[52, 53]);
+    go_on_without(&run, Some(53), &[54]);
+    assert_eq!(run.load(2), Some(54));
+    run.save(2, &[56]);
+    assert_eq!(run.load(2), Some(56));
+    // The directory with the steps that it has left is gone from the host.
+    assert!(run.in_tier(0).exists());
+    assert_eq!(run.parts_of(60), [PathBuf::new(); 0]);
+    // It begins anew.
+    let run = Run::new();
+    run.save(4, &[60]);
+    go_on_without(&run, None, &[5]);
+    assert_eq!(run.load(4), Some(5));
+}
+
+#[test]
 fn two_runs_in_one_tier_do_not_meet() {
     let (first, second) = (Run::new(), Run::new());
     let save_to = |run: &Run, step: u64| {

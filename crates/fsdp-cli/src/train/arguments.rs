@@ -1,5 +1,6 @@
 //! The options of `fsdp train`.
 
+use std::fmt;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -18,6 +19,9 @@ use crate::parsers::{one_to, parse_not_negative, parse_positive};
 
 /// The largest number of ranks that are threads of one process.
 const MAX_RANKS: u64 = 1024;
+
+/// The largest number of CPU threads of a rank: more than the cores of any machine.
+const MAX_THREADS: u64 = 1024;
 
 /// The largest size of a model or batch.
 pub(super) const MAX_SIZE: u64 = 1 << 24;
@@ -186,8 +190,8 @@ pub(crate) struct TrainArguments {
     /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share
     /// of the machine's. Where the launcher does not say how many ranks a machine has, the share is
     /// that of all ranks]
-    #[arg(help_heading = RANKS, long, value_name = "THREADS")]
-    pub(super) threads: Option<NonZeroUsize>,
+    #[arg(help_heading = RANKS, long, value_name = "THREADS", value_parser = one_to(MAX_THREADS))]
+    pub(super) threads: Option<usize>,
     /// Seconds after which ranks stop waiting for each other
     #[arg(help_heading = RANKS, long, value_name = "SECONDS", default_value = "60")]
     pub(super) timeout: NonZeroU64,
@@ -328,39 +332,36 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
-    /// Returns the options that must be the same on all ranks, as text: they decide what ranks
-    /// compute together, and in which order they call collectives.
+    /// Returns the options that must be the same on all ranks, as text, a line for each: they decide
+    /// what ranks compute together, and in which order they call collectives.
     pub(super) fn shared_options_text(&self) -> String {
-        // Debug text is enough: it is only compared, by a hash, with that of the other ranks.
         // Options of this process alone, such as the trace or the threads, are left out.
-        let save_options = (
-            self.save_every,
-            // The directory may differ from host to host.
-            self.memory_tier.is_some(),
-            self.memory_every,
-            self.incremental,
-            self.async_save,
-            self.read_once,
-            self.check_replicas,
-        );
-        let sharding_options = (
-            self.strategy,
-            self.replicas,
-            self.use_orig_params,
-            self.flat,
-            self.mixed_precision,
-            self.allow_tf32,
-            self.cpu_offload,
-            self.activation_checkpointing,
-        );
-        let step_options = (
-            self.steps,
-            self.clip_grad_norm,
-            self.nonfinite,
-            self.accumulate,
-            self.sample,
-        );
-        format!("{save_options:?} {sharding_options:?} {step_options:?}")
+        // The directory may differ from host to host.
+        let memory_tier = self.memory_tier.is_some();
+        let options: [(&str, &dyn fmt::Debug); 20] = [
+            ("--save-every", &self.save_every),
+            ("--memory-tier", &memory_tier),
+            ("--memory-every", &self.memory_every),
+            ("--incremental", &self.incremental),
+            ("--async-save", &self.async_save),
+            ("--read-once", &self.read_once),
+            ("--check-replicas", &self.check_replicas),
+            ("--strategy", &self.strategy),
+            ("--replicas", &self.replicas),
+            ("--use-orig-params", &self.use_orig_params),
+            ("--flat", &self.flat),
+            ("--mixed-precision", &self.mixed_precision),
+            ("--allow-tf32", &self.allow_tf32),
+            ("--cpu-offload", &self.cpu_offload),
+            ("--activation-checkpointing", &self.activation_checkpointing),
+            ("--steps", &self.steps),
+            ("--clip-grad-norm", &self.clip_grad_norm),
+            ("--nonfinite", &self.nonfinite),
+            ("--accumulate", &self.accumulate),
+            ("--sample", &self.sample),
+        ];
+        let lines = options.map(|(name, value)| format!("{name}: {value:?}"));
+        lines.join("\n")
     }
 
     /// Returns the way in which the run resumes. A process that a launcher has started again

@@ -3,12 +3,12 @@
 use std::hash::{DefaultHasher, Hash, Hasher as _};
 
 use crate::ranks::Ranks;
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use fsdp::comm::{BackendKind, CommError, Environment, ProcessGroup, init_process_group_within};
 
 use super::arguments::TrainArguments;
 use super::rank::{self, Job, RunEnd};
-use crate::failure::usage_error;
+use crate::failure::{CommandError, usage_error};
 use crate::job_failure::{UnreadableCheckpoint, is_without_launcher};
 
 /// The place of this process among the ranks, and the way in which they reach each other.
@@ -87,11 +87,22 @@ pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<
     // newest checkpoint, so compare them.
     let start = job.start_step();
     let text = job.text.digest();
+    let options = format!(
+        "first step: {start},\n{:#?}\n{:#?}\n{}\ndigest of the text: {text}",
+        job.settings,
+        job.batches,
+        job.arguments.shared_options_text()
+    );
     let mut hasher = DefaultHasher::new();
-    format!("{:?} {start} {:?} {text}", job.settings, job.batches).hash(&mut hasher);
-    job.arguments.shared_options_text().hash(&mut hasher);
+    options.hash(&mut hasher);
     let agreement = format!("train from step {start} with the same options and the same text");
-    group.agree_on(&agreement, hasher.finish(), Ok::<_, CommError>(()))?;
+    match group.agree_on(&agreement, hasher.finish(), Ok::<_, CommError>(())) {
+        // The other ranks get this error too, so all of them show what they have.
+        Err(CommError::SchemaMismatch { .. }) => {
+            bail!(differing_options_error(&group.all_gather_object(&options)?))
+        }
+        outcome => outcome?,
+    }
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
         // Leaving the group tells the others of the failure. So keep the group until this process
@@ -101,6 +112,28 @@ pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<
             std::mem::forget(group.clone());
         }
     })
+}
+
+/// Returns the error of ranks that would not train the same, from the texts of their options: it
+/// names the first line that differs from that of rank 0.
+fn differing_options_error(texts: &[String]) -> CommandError {
+    let differing = (1..texts.len())
+        .find(|&rank| texts[rank] != texts[0])
+        .unwrap_or(0);
+    let mut lines = texts[0].lines().zip(texts[differing].lines());
+    let shown = |line: &str| line.trim().trim_end_matches(',').to_owned();
+    let what = match lines.find(|(first, other)| first != other) {
+        Some((first, other)) => format!(
+            "rank 0 has `{}`, and rank {differing} has `{}`",
+            shown(first),
+            shown(other)
+        ),
+        None => "one has more options than another".to_owned(),
+    };
+    usage_error(
+        format!("the ranks were not started alike: {what}"),
+        "give all ranks the same options and the same text",
+    )
 }
 
 /// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI

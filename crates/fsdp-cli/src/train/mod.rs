@@ -13,6 +13,7 @@ mod settings;
 mod sparkline;
 mod state;
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -84,7 +85,10 @@ fn find_launcher(arguments: &TrainArguments) -> Option<Launched> {
 fn local_ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
     Ranks {
         count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
-        threads: arguments.threads.or_else(cpu_threads::requested_threads),
+        threads: arguments
+            .threads
+            .and_then(NonZeroUsize::new)
+            .or_else(cpu_threads::requested_threads),
         deadline: Duration::from_secs(arguments.timeout.get()),
     }
 }
@@ -239,10 +243,23 @@ fn prepare<'a>(
         _ => settings?,
     };
     settings.gpt.validate()?;
+    ensure!(
+        !(arguments.flat && settings.optimizer.needs_original_parameters()),
+        usage_error(
+            "`--flat` joins the parameters, and this optimizer steps on each by its shape",
+            "leave out `--flat`, or choose another `--optimizer`",
+        )
+    );
     let text = match &settings.data {
         Some(path) => Text::open(path)?,
         None => Text::builtin(),
     };
+    if let Some(resume) = &resume
+        && !is_new_run
+        && arguments.data.is_none()
+    {
+        check_same_text(resume, &text)?;
+    }
     let batches = Batches {
         batch: settings.batch,
         seq: settings.gpt.seq,
@@ -297,6 +314,28 @@ fn prepare<'a>(
         local_rank: launched.map(Launched::local_rank),
         stop,
     }))
+}
+
+/// Checks that the text of a run whose `--data` is that of its checkpoint is still the same: the
+/// file may have changed, or be another one in this directory.
+///
+/// # Errors
+/// It is not the text that the checkpoint was trained on.
+fn check_same_text(resume: &Resume, text: &Text) -> Result<()> {
+    let lineage = resume.checkpoint.lineage();
+    let recorded = lineage.and_then(|lineage| lineage.data.as_ref());
+    ensure!(
+        recorded.is_none_or(|recorded| recorded.hash == text.digest().to_string()),
+        usage_error(
+            format!(
+                "the text `{}` is not the one that `{}` was trained on",
+                text.name(),
+                resume.path
+            ),
+            "name that text with `--data`, or this one to go on with it",
+        )
+    );
+    Ok(())
 }
 
 /// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.

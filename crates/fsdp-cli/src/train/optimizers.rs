@@ -21,10 +21,15 @@ pub(super) enum OptimizerName {
 }
 
 impl OptimizerName {
+    /// Returns `true` if it steps on the model's own parameters, and not on joined ones.
+    pub(super) const fn needs_original_parameters(self) -> bool {
+        matches!(self, OptimizerName::Adafactor | OptimizerName::Muon)
+    }
+
     /// Makes the optimizer of a model.
     ///
     /// # Errors
-    /// With `--flat`, those of Adafactor and Muon, which step on the model's own parameters.
+    /// Those of the library.
     pub(super) fn make(self, lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> {
         let algorithm = match self {
             OptimizerName::Muon => return with_muon(lr, parameters),

@@ -279,9 +279,15 @@ impl Rank<'_> {
         self.for_each_optimizer(Optimizer::eval)?;
         let mut text = None;
         if arguments.sample > 0 {
-            let seed = self.job.settings.seed;
-            let sampled = sample(&self.run.model, &self.device, arguments.sample, seed)?;
-            text = Some(sampled);
+            // Everything is saved, so a signal only ends the sample.
+            let is_stopping = || any_rank_stops(self.run.model.group(), &self.job.stop);
+            text = sample(
+                &self.run.model,
+                &self.device,
+                arguments.sample,
+                self.job.settings.seed,
+                &is_stopping,
+            )?;
         }
         if let Some(reporter) = &self.reporter {
             reporter.end(steps, text.as_deref())?;

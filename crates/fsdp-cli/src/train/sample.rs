@@ -13,31 +13,49 @@ const TEMPERATURE: f64 = 0.8;
 /// The text that the model continues: the start of a paragraph.
 const PROMPT: u8 = b'\n';
 
-/// Returns a text of `length` bytes that the model generates, one by one. All ranks take part, and
-/// all get the same text. Parameters are sharded again on return.
+/// The number of bytes between two looks whether the sample is to be left out.
+const BYTES_BETWEEN_LOOKS: usize = 64;
+
+/// Returns a text of `length` bytes that the model generates, one by one, or `None` if `is_stopping`
+/// returns `true` meanwhile, which it does on all ranks or on none. All ranks take part, and all get
+/// the same text. Parameters are sharded again on return.
 ///
 /// # Errors
-/// The errors of the forwards.
+/// The errors of the forwards and of `is_stopping`.
 pub(super) fn sample(
     model: &FullyShardedDataParallel<Gpt>,
     device: &Device,
     length: usize,
     seed: u64,
-) -> anyhow::Result<String> {
+    is_stopping: &dyn Fn() -> anyhow::Result<bool>,
+) -> anyhow::Result<Option<String>> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let text = model.forward(|gpt| {
+    let mut drawn_bytes = 0;
+    let mut is_stopped = false;
+    let generated = model.forward(|gpt| {
         gpt.generate(&[u32::from(PROMPT)], length, device, &mut |scores| {
+            drawn_bytes += 1;
+            if drawn_bytes % BYTES_BETWEEN_LOOKS == 0 {
+                is_stopped = is_stopping().map_err(candle_core::Error::msg)?;
+                if is_stopped {
+                    candle_core::bail!("the sample is left out");
+                }
+            }
             let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
             Ok(draw(&scores.to_dtype(DType::F32)?.to_vec1()?, quantile))
         })
-    })?;
+    });
     model.parameters().reshard()?;
+    if is_stopped {
+        return Ok(None);
+    }
+    let text = generated?;
     let bytes: Vec<u8> = text
         .to_vec1::<u32>()?
         .iter()
         .map(|&byte| byte as u8)
         .collect();
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }
 
 /// Returns the token at `quantile` of the distribution that the scores describe.

@@ -106,6 +106,28 @@ fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
 }
 
 #[test]
+fn ranks_that_were_given_different_options_are_told_which() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    let out = out.to_str().unwrap();
+    for (option, difference) in [
+        ("--lr 0.00$((1+RANK))", ["lr: 0.001", "lr: 0.002"]),
+        ("--seed $RANK", ["seed: 0", "seed: 1"]),
+        ("--sample 1$RANK", ["--sample: 10", "--sample: 11"]),
+    ] {
+        let small = SMALL.join(" ");
+        let script = format!("exec {FSDP} train {small} --steps 2 --out {out} {option}");
+        let [first, other] = difference;
+        launch("2", &["sh", "-c", &script])
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains(format!(
+                "rank 0 has `{first}`, and rank 1 has `{other}`"
+            )));
+    }
+}
+
+#[test]
 fn programs_get_their_share_of_the_cores_unless_the_user_has_set_it() {
     let script = ["sh", "-c", "echo $RAYON_NUM_THREADS"];
     let cores = thread::available_parallelism().unwrap().get();

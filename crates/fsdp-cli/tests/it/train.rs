@@ -316,7 +316,7 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
     fs::write(&empty, "").unwrap();
     fs::write(&short, "too short").unwrap();
     let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
-    let cases: [(&[&str], u8, &str); 11] = [
+    let cases: [(&[&str], u8, &str); 14] = [
         (
             &["--nproc", "0"],
             exit_codes::USAGE,
@@ -364,6 +364,21 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
             "cannot divide 3 ranks into 2",
         ),
         (
+            &["--flat", "--optimizer", "adafactor"],
+            exit_codes::USAGE,
+            "`--flat` joins the parameters",
+        ),
+        (
+            &["--threads", "100000"],
+            exit_codes::USAGE,
+            "invalid value '100000' for '--threads <THREADS>'",
+        ),
+        (
+            &["--threads", "0"],
+            exit_codes::USAGE,
+            "invalid value '0' for '--threads <THREADS>'",
+        ),
+        (
             &["--resume"],
             exit_codes::INCOMPLETE,
             "failed to list the checkpoints in",
@@ -374,6 +389,41 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
         assert.stderr(contains(message)).stdout("");
         assert!(!out.exists(), "{arguments:?} wrote something");
     }
+}
+
+#[test]
+fn a_run_does_not_go_on_with_another_text_unless_it_is_named() {
+    let dir = TempDir::new().unwrap();
+    let (first, second) = (dir.path().join("first"), dir.path().join("second"));
+    for (place, text) in [(&first, "alpha beta "), (&second, "OMEGA 123 ")] {
+        fs::create_dir(place).unwrap();
+        fs::write(place.join("book.txt"), text.repeat(400)).unwrap();
+    }
+    let out = dir.path().join("run");
+    let train_in = |place: &Path, arguments: &[&str]| {
+        let mut command = train(&out, &SMALL);
+        command.args(arguments).current_dir(place);
+        command
+    };
+    let named = ["--data", "book.txt"];
+    train_in(&first, &["--steps", "2", "--data", "book.txt"])
+        .assert()
+        .success();
+    train_in(&first, &["--steps", "4", "--resume"])
+        .assert()
+        .success();
+    let before = snapshot(&out);
+    for mode in ["--resume", "--resume=strict", "--resume=auto"] {
+        train_in(&second, &["--steps", "6", mode])
+            .assert()
+            .code(i32::from(exit_codes::USAGE))
+            .stderr(contains("the text `book.txt` is not the one that"));
+    }
+    assert_eq!(snapshot(&out), before);
+    train_in(&second, &["--steps", "6", "--resume"])
+        .args(named)
+        .assert()
+        .success();
 }
 
 #[test]
