@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::step_in_name;
+pub use fsdp_formats::checkpoint::step_name;
 use fsdp_formats::lineage::{Branch, read_branches};
 use fsdp_formats::metadata::METADATA_FILE;
 use serde::{Deserialize, Serialize};
@@ -25,12 +26,6 @@ pub struct StepCheckpoint {
 #[must_use]
 pub fn step_path(dir: &Path, step: u64) -> PathBuf {
     dir.join(step_name(step))
-}
-
-/// Returns the name of a step's checkpoint in its run: `step-00000020`.
-#[must_use]
-pub fn step_name(step: u64) -> String {
-    format!("step-{step:08}")
 }
 
 /// The place of a state in its run. The one that the run continues from is the greatest.

@@ -4,7 +4,6 @@ use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::lineage::{Link, Note, list_chain};
-use fsdp_layout::ErrorKind;
 use serde_json::{Value, json};
 
 use crate::exit_codes;
@@ -40,6 +39,9 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         .iter()
         .filter(|link| link.notes.iter().any(Note::is_break))
         .count();
+    let has_damage = links
+        .iter()
+        .any(|link| link.notes.iter().any(Note::is_damage));
     if links.is_empty() && !arguments.json {
         output::print_message(&no_checkpoints_text(&arguments.run));
     }
@@ -48,7 +50,7 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         output::print_json(&json!({
             "schema": SCHEMA,
             "run": run,
-            "whole": break_count == 0,
+            "whole": break_count == 0 && !has_damage,
             "checkpoints": checkpoints,
         }))
     } else {
@@ -72,9 +74,11 @@ fn check_chain(run: &str, links: &[Link], break_count: usize) -> Result<()> {
     );
     for link in links {
         for note in &link.notes {
-            // A checkpoint that was never committed is no damage: a save may be in progress.
-            if let Note::Unreadable { reason, kind } = note
-                && *kind != ErrorKind::Incomplete
+            if let Note::Unreadable {
+                reason,
+                kind,
+                is_damage: true,
+            } = note
             {
                 bail!(CommandError {
                     exit_code: exit_codes::for_kind(*kind),

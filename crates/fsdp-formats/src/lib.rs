@@ -80,9 +80,11 @@ pub mod checkpoint {
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
     pub use crate::links::LinksInFolder;
-    pub use crate::open::{check_replaceable, open, open_selected};
+    pub use crate::open::{
+        check_has_metadata, check_replaceable, has_lost_metadata, open, open_selected,
+    };
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
-    pub use crate::steps::{StepOfRun, list_steps, step_in_name};
+    pub use crate::steps::{StepOfRun, list_steps, step_in_name, step_name};
 }
 
 /// Reading a DCP directory, and the options of reading in any format.

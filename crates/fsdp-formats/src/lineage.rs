@@ -13,7 +13,7 @@ use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::read::OpenOptions;
 use crate::metadata::METADATA_FILE;
-use crate::open::open;
+use crate::open::{check_has_metadata, has_lost_metadata, open};
 use crate::steps::list_steps;
 use crate::storage::checked_directory::CheckedDirectory;
 pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
@@ -23,8 +23,8 @@ use crate::storage::location::Location;
 /// integrity files are read.
 ///
 /// A checkpoint without a lineage is on the first branch: it was saved by a program that knows no
-/// branches. One whose integrity file is damaged counts as one of the newest branch, so that
-/// whoever continues from it finds the damage.
+/// branches. One whose integrity file is damaged, or was lost with its metadata, counts as one of
+/// the newest branch, so that whoever continues from it finds the damage.
 ///
 /// # Errors
 /// A directory or an integrity file that cannot be read.
@@ -33,6 +33,10 @@ pub fn read_branches(checkpoints: &[&Location]) -> Result<Vec<Option<Branch>>, F
     let mut damaged = Vec::new();
     for checkpoint in checkpoints {
         branches.push(match read_lineage(checkpoint) {
+            Ok(None) if has_lost_metadata(checkpoint)? => {
+                damaged.push(branches.len());
+                None
+            }
             Ok(lineage) => Some(lineage.map_or_else(Branch::default, |lineage| lineage.branch)),
             Err(_) if !checkpoint.exists()? => None,
             Err(error) if error.kind() == ErrorKind::Io => return Err(error),
@@ -90,6 +94,8 @@ pub enum Note {
         reason: String,
         /// The kind of the reason.
         kind: ErrorKind,
+        /// `false` if it was never committed: a save may be in progress.
+        is_damage: bool,
     },
     /// No lineage was recorded, so its place in the chain is not known.
     NoLineage,
@@ -117,6 +123,18 @@ impl Note {
     #[must_use]
     pub fn is_break(&self) -> bool {
         matches!(self, Note::ParentIsAnother)
+    }
+
+    /// Returns `true` if the checkpoint is damaged, as far as its metadata tell.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            Note::Unreadable {
+                is_damage: true,
+                ..
+            }
+        )
     }
 }
 
@@ -157,10 +175,15 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
                 link.digest = checkpoint.digests().map(|digests| digests.root());
                 link.lineage = checkpoint.lineage().cloned();
             }
-            Err(error) => link.notes.push(Note::Unreadable {
-                reason: with_causes(&error),
-                kind: error.kind(),
-            }),
+            Err(error) => {
+                let kind = error.kind();
+                link.notes.push(Note::Unreadable {
+                    reason: with_causes(&error),
+                    kind,
+                    is_damage: kind != ErrorKind::Incomplete
+                        || matches!(has_lost_metadata(&found.path), Ok(true)),
+                });
+            }
         }
         links.push((found.step, link));
     }
@@ -180,6 +203,7 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
 /// # Errors
 /// The checkpoint cannot be opened.
 fn open_link(path: &Location) -> Result<Box<dyn Checkpoint>, FileError> {
+    check_has_metadata(path)?;
     if path.join(METADATA_FILE).is_file()? {
         return Ok(Box::new(CheckpointReader::open(path)?));
     }

@@ -14,7 +14,7 @@ use crate::metadata::METADATA_FILE;
 use crate::numpy;
 use crate::rank_files;
 use crate::safetensors::read::SafetensorsCheckpoint;
-use crate::steps::list_steps;
+use crate::steps::{list_steps, step_in_name, step_name};
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
@@ -76,6 +76,72 @@ fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
     open(location.clone(), options)
 }
 
+/// Returns `true` for a directory that was a checkpoint of a run, and has no file `.metadata` any
+/// more.
+///
+/// A save gives its directory the final name once all is in it. So a directory with such a name and
+/// without the file is damaged. It is no save in progress, and nothing that a killed one has left:
+/// those have hidden names.
+///
+/// The integrity file tells that it was a checkpoint: it lists the `.metadata`. Where that file is
+/// lost too, the name must be the one that runs give to their checkpoints ([`step_name`]), and the
+/// directory may hold nothing but data files of DCP. Directories of other programs have other names
+/// or other files.
+///
+/// Returns `false` in an object store. A save writes below the final name there from its beginning
+/// on, so what lacks the `.metadata` may be a save in progress, or what a killed one has left.
+///
+/// # Errors
+/// A directory that cannot be read.
+pub fn has_lost_metadata(checkpoint: &Location) -> Result<bool, FileError> {
+    if checkpoint.local().is_none()
+        || checkpoint.storage()?.kind()? != Some(EntryKind::Directory)
+        || checkpoint.join(METADATA_FILE).is_file()?
+    {
+        return Ok(false);
+    }
+    let directory = match CheckedDirectory::open(checkpoint, false, Links::Refuse) {
+        // It was removed a moment ago.
+        Err(error) if error.is_absence() => return Ok(false),
+        directory => directory?,
+    };
+    if is_named_by_run(checkpoint) && directory.names_not_utf8()?.is_empty() {
+        let mut names = directory.names()?.into_iter();
+        if names.all(|name| name == METADATA_FILE || is_data_of_dcp(&name)) {
+            return Ok(true);
+        }
+    }
+    // An integrity file that is damaged too tells nothing.
+    Ok(CheckedDirectory::open(checkpoint, true, Links::Refuse)
+        .is_ok_and(|directory| directory.hashes(METADATA_FILE).is_some()))
+}
+
+/// Returns `true` for the very name that runs give to the checkpoint of a step.
+fn is_named_by_run(checkpoint: &Location) -> bool {
+    let name = checkpoint.name().file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| step_in_name(name).is_some_and(|step| step_name(step) == name))
+}
+
+/// Checks that a checkpoint of a run has not lost its `.metadata` ([`has_lost_metadata`]).
+///
+/// # Errors
+/// [`FileError::NotCommitted`] if it has; a directory that cannot be read.
+pub fn check_has_metadata(checkpoint: &Location) -> Result<(), FileError> {
+    if !has_lost_metadata(checkpoint)? {
+        return Ok(());
+    }
+    // A directory of that name may be in the place of the file, or a link that leads nowhere.
+    let reason = if checkpoint.join(METADATA_FILE).exists()? {
+        "its `.metadata` is no file"
+    } else {
+        "it has no `.metadata`"
+    };
+    Err(FileError::NotCommitted {
+        path: checkpoint.name().to_owned(),
+        reason,
+    })
+}
+
 /// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed
 /// if nothing exists, for an empty directory, and for a checkpoint, damaged or not, whose directory
 /// holds nothing else that would be lost.
@@ -120,8 +186,15 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         // A damaged checkpoint may be replaced. It is not known any more which files are its own,
         // but directories are not, so there must be none.
         Err(_) => {
-            let mut names = location.names()?.into_iter();
-            let directory_name = names.find(|name| is_directory(location, name));
+            let names = location.names()?;
+            // Beside data files of DCP, an empty directory in the place of the `.metadata`, which
+            // is lost, holds nothing that would be lost too.
+            let is_dcp = |name: &String| name == METADATA_FILE || is_data_of_dcp(name);
+            let metadata = location.join(METADATA_FILE);
+            let may_lose_metadata = names.iter().all(is_dcp) && is_empty_directory(&metadata);
+            let directory_name = names.into_iter().find(|name| {
+                is_directory(location, name) && !(may_lose_metadata && name == METADATA_FILE)
+            });
             directory_name.map_or(Ok(()), |name| Err(holds_others_error(location, name)))
         }
     }
@@ -150,6 +223,16 @@ fn is_directory(location: &Location, name: &str) -> bool {
         .storage()
         .and_then(|storage| storage.kind())
         .map_or(true, |kind| kind == Some(EntryKind::Directory))
+}
+
+/// Returns `true` for a directory that is known to hold nothing.
+fn is_empty_directory(location: &Location) -> bool {
+    CheckedDirectory::open(location, false, Links::Refuse).is_ok_and(|directory| {
+        let names = [directory.names(), directory.names_not_utf8()];
+        names
+            .iter()
+            .all(|names| names.as_ref().is_ok_and(Vec::is_empty))
+    })
 }
 
 /// The ending of the names of safetensors files.

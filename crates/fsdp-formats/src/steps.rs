@@ -162,6 +162,12 @@ pub fn step_in_name(name: &str) -> Option<u64> {
         .map(|(_, step)| step)
 }
 
+/// Returns the name that a run of this project gives to the checkpoint of a step: `step-00000020`.
+#[must_use]
+pub fn step_name(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -194,6 +194,14 @@ def test_log_returns_the_chain_of_a_run(run_folder, tmp_path, monkeypatch):
     assert {found["digest"] for found in report["checkpoints"]} == {fc.digest(run_folder / "step-1")["digest"]}
     with pytest.raises(fc.IncompleteError):
         fc.log(tmp_path / "none")
+    # Damage is raised.
+    metadata = run_folder / "step-3" / ".metadata"
+    metadata.write_bytes(b"damaged")
+    with pytest.raises(fc.CorruptError):
+        fc.log(run_folder)
+    metadata.unlink()
+    with pytest.raises(fc.IncompleteError):
+        fc.log(run_folder)
     # A chain that is broken is a report.
     broken = json.dumps(report | {"whole": False}), fc.DifferenceError("the chain is broken")
     monkeypatch.setattr("fsdp_checkpoint._native.report", lambda _: broken)

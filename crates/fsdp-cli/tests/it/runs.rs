@@ -263,6 +263,61 @@ fn log_lists_checkpoints_of_other_programs_by_the_steps_in_their_names() {
     assert_eq!(names, ["step-100", "step-10", "step-9"]);
 }
 
+/// Removes the `.metadata` of a checkpoint. What is there then is no file: a directory, a link that
+/// leads nowhere, or nothing.
+#[cfg(unix)]
+fn lose_metadata(checkpoint: &Path, in_its_place: &str) {
+    let metadata = checkpoint.join(".metadata");
+    fs::remove_file(&metadata).unwrap();
+    match in_its_place {
+        "a directory" => fs::create_dir(metadata).unwrap(),
+        "a link" => std::os::unix::fs::symlink("nowhere", metadata).unwrap(),
+        _ => {}
+    }
+}
+
+/// Runs `fsdp log --json`, which must end with this exit code, and returns its `whole`.
+fn is_chain_whole(run: &str, exit_code: i32) -> bool {
+    let log = fsdp(&["log", run, "--json"]).assert().code(exit_code);
+    let json: serde_json::Value = serde_json::from_slice(&log.get_output().stdout).unwrap();
+    json["whole"].as_bool().unwrap()
+}
+
+#[test]
+#[cfg(unix)]
+fn a_checkpoint_that_has_lost_its_metadata_is_damage_to_log_and_stays() {
+    for in_its_place in ["nothing", "a directory", "a link"] {
+        let run = run_with(&[10, 20]);
+        lose_metadata(&run.path().join("step-20"), in_its_place);
+        let path = run.path().to_str().unwrap();
+        assert!(!is_chain_whole(path, 11), "{in_its_place}");
+        fsdp(&["log", path])
+            .assert()
+            .code(11)
+            .stdout(contains("! cannot be opened: ").and(contains("step-10  ")))
+            .stderr(contains("step-20"));
+        fsdp(&["ls", path])
+            .assert()
+            .success()
+            .stdout(contains("step-20  cannot be opened"));
+        fsdp(&["prune", path, "--keep", "1", "--yes"])
+            .assert()
+            .code(2)
+            .stderr(contains("whole"));
+        assert_eq!(names(&run), ["step-10", "step-20"], "{in_its_place}");
+    }
+}
+
+#[test]
+fn log_takes_damaged_metadata_for_damage_and_a_save_that_was_cut_off_for_none() {
+    let run = run_with(&[10, 20]);
+    let path = run.path().to_str().unwrap();
+    fs::create_dir(run.path().join("step-30")).unwrap();
+    assert!(is_chain_whole(path, 0));
+    fs::write(run.path().join("step-20/.metadata"), "damaged").unwrap();
+    assert!(!is_chain_whole(path, 10));
+}
+
 #[test]
 fn prune_does_not_compare_steps_with_epochs() {
     let run = run_with(&[100]);

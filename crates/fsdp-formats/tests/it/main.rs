@@ -12,6 +12,7 @@ mod crash_at;
 mod fixtures;
 #[path = "../common/load.rs"]
 mod load;
+mod lost_metadata;
 #[path = "../common/sample.rs"]
 mod sample;
 mod save_load;

@@ -450,11 +450,12 @@ def log(run: Place) -> Report:
         run: The folder of a run's checkpoints.
 
     Raises:
-        IncompleteError: There is no such folder.
+        IncompleteError: There is no such folder, or a checkpoint has lost its metadata.
         CorruptError: The metadata of a checkpoint is damaged.
         StorageError: The folder, or a checkpoint, cannot be read.
     """
-    return _report("log", run, finding="whole")
+    # With a damaged checkpoint the chain is not whole either, but that is raised.
+    return _report("log", run, finding="whole", finding_error=DifferenceError)
 
 
 def prune(run: Place, keep: int, *, keep_every: int | None = None, yes: bool = False) -> Report:

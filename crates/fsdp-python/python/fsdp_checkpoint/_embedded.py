@@ -17,7 +17,13 @@ _NO_FINDING = (IncompleteError, StorageError, UnsafeError, UnsupportedError, Usa
 """Errors after which nothing is known of the checkpoint: it is not there, for instance, or cannot be read."""
 
 
-def report(command: str, *places: Place, finding: str | None = None, **options: object) -> Report:
+def report(
+    command: str,
+    *places: Place,
+    finding: str | None = None,
+    finding_error: type[CheckpointError] = CheckpointError,
+    **options: object,
+) -> Report:
     """Run a command on checkpoints, and return its JSON.
 
     Some commands end with an error although they have a report, such as ``verify`` on a damaged checkpoint. ``finding`` names the
@@ -27,6 +33,7 @@ def report(command: str, *places: Place, finding: str | None = None, **options: 
         command: The name of the command.
         places: Its arguments: paths, URLs, or the key of a tensor.
         finding: The field that is false in the report of a command that has found what it looks for.
+        finding_error: The class of the errors that such a report replaces; all others are raised.
         options: Its options, by their names without dashes; see :func:`_words`.
     """
     # Not for the command, which imports this module too.
@@ -40,6 +47,7 @@ def report(command: str, *places: Place, finding: str | None = None, **options: 
         # A file that is missing from a checkpoint is a finding all the same: its problem names the file.
         problems = (found or {}).get("problems", [])
         is_finding = is_finding and isinstance(error, IncompleteError) and any(problem["file"] for problem in problems)
+    is_finding = is_finding and isinstance(error, finding_error)
     if error is not None and not is_finding:
         raise error
     if found is None:
