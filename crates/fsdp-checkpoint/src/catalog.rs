@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
-use fsdp_formats::checkpoint::step_in_name;
 pub use fsdp_formats::checkpoint::step_name;
+use fsdp_formats::checkpoint::{has_lost_metadata, step_in_name};
 use fsdp_formats::lineage::{Branch, read_branches};
 use fsdp_formats::metadata::METADATA_FILE;
 use serde::{Deserialize, Serialize};
@@ -36,11 +36,13 @@ pub(crate) struct RunPosition {
     pub(crate) step: u64,
 }
 
-/// A committed checkpoint of a run, and the branch of the run that it is on.
+/// A checkpoint of a run, and the branch of the run that it is on.
 #[derive(Debug, Clone)]
 pub(crate) struct CheckpointOnBranch {
     pub(crate) branch: Branch,
     pub(crate) checkpoint: StepCheckpoint,
+    /// `true` if it has lost its `.metadata` ([`has_lost_metadata`]).
+    pub(crate) is_lost: bool,
 }
 
 impl CheckpointOnBranch {
@@ -82,6 +84,22 @@ pub fn list_newest_first(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>
         .collect())
 }
 
+/// Lists the checkpoints in a run's directory in the order of [`list_newest_first`], for a resume:
+/// among them are also those of a [`Checkpointer`](crate::Checkpointer) that have lost their
+/// `.metadata` ([`has_lost_metadata`]). A resume that passed over them would go back to an older
+/// step without a word, and find them in its way later.
+///
+/// # Errors
+/// The same as [`list_newest_first`]; a checkpoint without `.metadata` that cannot be read.
+pub fn list_to_resume(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+    let found = list_with_lost(&dir.into())?;
+    Ok(found
+        .into_iter()
+        .rev()
+        .map(|found| found.checkpoint)
+        .collect())
+}
+
 /// Lists the committed checkpoints in a run's directory, and separately the directories that are
 /// named like a checkpoint of a [`Checkpointer`](crate::Checkpointer) but have no `.metadata`. Both
 /// lists have the oldest step first. DCP directories of other programs whose names say that they
@@ -114,22 +132,49 @@ pub(crate) fn list_branches(
     dir: &Location,
 ) -> Result<(Vec<CheckpointOnBranch>, Vec<StepCheckpoint>), CheckpointError> {
     let (committed, uncommitted) = list_steps(dir)?;
-    let paths: Vec<&Location> = committed
+    Ok((find_branches(committed, &[])?, uncommitted))
+}
+
+/// Lists the committed checkpoints in a run's directory, and those that have lost their
+/// `.metadata`, with their branches, the newest last.
+pub(crate) fn list_with_lost(dir: &Location) -> Result<Vec<CheckpointOnBranch>, CheckpointError> {
+    let (mut checkpoints, uncommitted) = list_steps(dir)?;
+    let mut lost = Vec::new();
+    for checkpoint in uncommitted {
+        if has_lost_metadata(&checkpoint.path)? {
+            lost.push(checkpoint);
+        }
+    }
+    checkpoints.extend(lost.iter().cloned());
+    checkpoints.sort();
+    find_branches(checkpoints, &lost)
+}
+
+/// Finds the branches of checkpoints whose order is that of their steps, and sorts them, the newest
+/// last. `lost` are those among them that have lost their `.metadata`.
+fn find_branches(
+    checkpoints: Vec<StepCheckpoint>,
+    lost: &[StepCheckpoint],
+) -> Result<Vec<CheckpointOnBranch>, CheckpointError> {
+    let paths: Vec<&Location> = checkpoints
         .iter()
         .map(|checkpoint| &checkpoint.path)
         .collect();
     let branches = read_branches(&paths)?;
-    let mut committed: Vec<CheckpointOnBranch> = committed
+    let mut found: Vec<CheckpointOnBranch> = checkpoints
         .into_iter()
         .zip(branches)
         .filter_map(|(checkpoint, branch)| {
-            let branch = branch?;
-            Some(CheckpointOnBranch { branch, checkpoint })
+            Some(CheckpointOnBranch {
+                branch: branch?,
+                is_lost: lost.contains(&checkpoint),
+                checkpoint,
+            })
         })
         .collect();
     // The sort keeps the order of two names of one step.
-    committed.sort_by_key(CheckpointOnBranch::position);
-    Ok((committed, uncommitted))
+    found.sort_by_key(CheckpointOnBranch::position);
+    Ok(found)
 }
 
 /// Returns the steps that have hidden files beside their checkpoints: a save in progress, or

@@ -20,7 +20,8 @@ use tracing::warn;
 
 use crate::background::BackgroundSaver;
 use crate::catalog::{
-    CheckpointOnBranch, RunPosition, StepCheckpoint, list_branches, step_name, step_of,
+    CheckpointOnBranch, RunPosition, StepCheckpoint, list_branches, list_with_lost, step_name,
+    step_of,
 };
 use crate::error::{CheckpointError, broadcast_result};
 use crate::load::{LOAD, agree_on_load, open};
@@ -251,8 +252,7 @@ impl Checkpointer {
         step: u64,
         loaded: Option<&(Branch, u64)>,
     ) -> Result<(Branch, Option<u64>), CheckpointError> {
-        let newest_on_disk = self.list_run()?.pop();
-        let on_disk = newest_on_disk.map(|found| (found.branch, found.checkpoint.step));
+        let on_disk = self.newest_on_disk()?;
         let memory_tier = self.memory_tier.as_ref();
         let in_memory = memory_tier.and_then(MemoryTier::newest_on_host);
         let newest = match (&on_disk, in_memory) {
@@ -317,6 +317,27 @@ impl Checkpointer {
         }
         let is_left = is_new && !branch.continues(&newest_branch, newest_step);
         Ok((branch, is_left.then_some(newest_step)))
+    }
+
+    /// Returns the branch and the step of the newest checkpoint in the run's directory, without
+    /// communication; `None` if there is none.
+    ///
+    /// A checkpoint that has lost its `.metadata` counts only if its branch is later than those of
+    /// all others. Otherwise the run stays on the branch of the others, and gets to that step again.
+    fn newest_on_disk(&self) -> Result<Option<(Branch, u64)>, CheckpointError> {
+        if !self.run.exists()? {
+            return Ok(None);
+        }
+        let listed = list_with_lost(&self.run)?;
+        let mut newest_first = listed.iter().rev();
+        let Some(committed) = newest_first.find(|found| !found.is_lost) else {
+            return Ok(None);
+        };
+        let newest = listed
+            .iter()
+            .rev()
+            .find(|found| !found.is_lost || found.branch.number > committed.branch.number);
+        Ok(newest.map(|found| (found.branch.clone(), found.checkpoint.step)))
     }
 
     /// Returns the request for a save to a place. That of a step of the run includes the lineage
@@ -503,12 +524,12 @@ impl Checkpointer {
         {
             // A checkpoint that was removed since it was listed counts as on the oldest branch, so
             // that it hides no step of a later one.
-            position = list_branches(&self.run).map(|(committed, _)| {
+            position = list_with_lost(&self.run).map(|listed| {
                 let mut position = RunPosition {
                     branch: 0,
                     step: after.step,
                 };
-                for found in committed.iter().filter(|found| found.checkpoint == *after) {
+                for found in listed.iter().filter(|found| found.checkpoint == *after) {
                     position = found.position();
                 }
                 Some(position)

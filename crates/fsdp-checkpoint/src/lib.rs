@@ -39,7 +39,8 @@ mod stateful_dict;
 mod threads;
 
 pub use catalog::{
-    StepCheckpoint, latest_checkpoint, list_checkpoints, list_newest_first, step_name, step_path,
+    StepCheckpoint, latest_checkpoint, list_checkpoints, list_newest_first, list_to_resume,
+    step_name, step_path,
 };
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
 pub use digest::{check_replicas, state_digest};

@@ -102,7 +102,9 @@ fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Branch,
     candidates.retain(|found| {
         found.checkpoint.step < position.step && found.branch.number <= position.branch
     });
-    let CheckpointOnBranch { branch, checkpoint } = candidates.pop()?;
+    let CheckpointOnBranch {
+        branch, checkpoint, ..
+    } = candidates.pop()?;
     let opened = open(&checkpoint.path, OpenOptions { verify: true });
     let parent = opened
         .inspect_err(|error| debug!(path = %checkpoint.path, %error, "cannot read the parent"))

@@ -98,6 +98,7 @@ pub(crate) fn prune_up_to(
     let Some(CheckpointOnBranch {
         branch,
         checkpoint: newest,
+        ..
     }) = listed.last()
     else {
         return Ok(Vec::new());

@@ -11,7 +11,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
     CheckpointError, Checkpointer, CheckpointerOptions, Location, Retention, SaveOptions,
-    latest_checkpoint, list_checkpoints, list_newest_first, prune, save, step_path,
+    latest_checkpoint, list_checkpoints, list_newest_first, list_to_resume, prune, save, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_formats::lineage::read_branches;
@@ -384,4 +384,54 @@ fn a_damaged_lineage_of_the_newest_checkpoint_is_found_and_not_passed_over() {
     });
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.to_string().contains("step-00000035"), "{error}");
+}
+
+/// Takes the `.metadata` of the checkpoint of a step away.
+fn lose_metadata(run: &Path, step: u64) {
+    std::fs::remove_file(step_path(run, step).join(".metadata")).unwrap();
+}
+
+/// Returns the steps of a run in the order in which a resume tries them.
+fn steps_to_resume(run: &Path) -> Vec<u64> {
+    let listed = list_to_resume(run).unwrap();
+    listed.iter().map(|checkpoint| checkpoint.step).collect()
+}
+
+#[test]
+fn a_checkpoint_that_has_lost_its_metadata_is_listed_for_a_resume_and_its_branch_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CheckpointerOptions::default();
+    save_steps(dir.path(), &options, &[10, 20, 30]);
+    lose_metadata(dir.path(), 30);
+    assert_eq!(steps_to_resume(dir.path()), [30, 20, 10]);
+    assert_eq!(steps(dir.path()), [10, 20]);
+    assert_eq!(restart(dir.path(), &options), (20, 20.0));
+    assert_eq!(go_back(dir.path(), &options, 20, 25, 0.25), None);
+    assert_eq!(steps_to_resume(dir.path()), [30, 25, 20, 10]);
+    assert_eq!(restart(dir.path(), &options), (25, 0.25));
+}
+
+#[test]
+fn a_run_that_can_only_continue_an_older_branch_leaves_one_without_metadata() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CheckpointerOptions::default();
+    save_steps(dir.path(), &options, &[10, 20, 30]);
+    assert_eq!(go_back(dir.path(), &options, 10, 15, 0.15), Some(30));
+    lose_metadata(dir.path(), 15);
+    assert_eq!(steps_to_resume(dir.path()), [15, 30, 20, 10]);
+    assert_eq!(restart(dir.path(), &options), (30, 30.0));
+    assert_eq!(go_back(dir.path(), &options, 30, 40, 0.4), Some(15));
+    // From now on it is older than the rest, and no resume finds it again.
+    assert_eq!(steps_to_resume(dir.path()), [40, 15, 30, 20, 10]);
+}
+
+#[test]
+fn a_checkpoint_of_which_nothing_is_left_counts_as_one_of_the_newest_branch() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CheckpointerOptions::default();
+    save_steps(dir.path(), &options, &[10, 20, 30]);
+    go_back(dir.path(), &options, 20, 25, 0.25);
+    std::fs::create_dir(step_path(dir.path(), 28)).unwrap();
+    assert_eq!(steps_to_resume(dir.path()), [28, 25, 30, 20, 10]);
+    assert_eq!(go_back(dir.path(), &options, 25, 26, 0.26), None);
 }

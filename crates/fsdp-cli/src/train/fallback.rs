@@ -1,7 +1,8 @@
 //! The checkpoint that a run continues from: the newest, or an older one where that is damaged.
 
 use anyhow::{Error, Result, bail};
-use fsdp::checkpoint::{Location, StepCheckpoint, list_newest_first};
+use fsdp::checkpoint::{Location, StepCheckpoint, list_to_resume};
+use fsdp::formats::checkpoint::{check_has_metadata, has_lost_metadata};
 
 use super::arguments::{ResumeMode, TrainArguments};
 use super::settings::Resume;
@@ -44,7 +45,7 @@ impl<'a> Candidates<'a> {
     }
 
     /// Returns the newest checkpoint that is not known to be damaged, without the memory tier;
-    /// `None` if there is none.
+    /// `None` if there is none. It may have lost its `.metadata`, which shows when it is opened.
     ///
     /// # Errors
     /// The storage cannot be read.
@@ -91,7 +92,27 @@ impl<'a> Candidates<'a> {
                 "warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"
             ));
         }
-        Resume::open(path.clone()).map_err(|error| with_damage_context(error, &path))
+        open(path.clone()).map_err(|error| with_damage_context(error, &path))
+    }
+
+    /// Returns the damaged checkpoints that saves replace in a run that goes on after `step`. These
+    /// are the ones that are known to be damaged, and those of later steps that have lost their
+    /// `.metadata`, also on a branch that the run has left.
+    ///
+    /// # Errors
+    /// The storage cannot be read.
+    pub(super) fn list_replaced(&self, step: u64) -> Result<Vec<Location>> {
+        let mut replaced = self.damaged.clone();
+        // An object store is not asked once more: none is known to have lost it there.
+        if self.location.local().is_none() {
+            return Ok(replaced);
+        }
+        for checkpoint in self.list_undamaged(true)? {
+            if checkpoint.step > step && has_lost_metadata(&checkpoint.path)? {
+                replaced.push(checkpoint.path);
+            }
+        }
+        Ok(replaced)
     }
 
     /// Marks a checkpoint as damaged, so that the one before it is next.
@@ -117,10 +138,19 @@ impl<'a> Candidates<'a> {
         if may_be_absent && !self.location.exists()? {
             return Ok(Vec::new());
         }
-        let mut checkpoints = list_newest_first(&self.location)?;
+        let mut checkpoints = list_to_resume(&self.location)?;
         checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         Ok(checkpoints)
     }
+}
+
+/// Opens a checkpoint of the run.
+///
+/// # Errors
+/// It is damaged, or has lost its `.metadata`.
+fn open(path: Location) -> Result<Resume> {
+    check_has_metadata(&path)?;
+    Resume::open(path)
 }
 
 /// Adds to an error in loading a checkpoint that the checkpoint is damaged, if that is the reason.

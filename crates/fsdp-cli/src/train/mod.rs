@@ -286,7 +286,7 @@ fn prepare<'a>(
         check_saved_nowhere_else(arguments)?;
     }
     let mut rows_read = 0;
-    let mut origin = None;
+    let mut origin: Option<StepCheckpoint> = None;
     let mut is_saved = false;
     if let Some(resume) = &resume {
         rows_read = resume.rows_read(settings.batch)?;
@@ -298,6 +298,7 @@ fn prepare<'a>(
             path: resume.path.clone(),
         });
     }
+    let start_step = origin.as_ref().map_or(0, |origin| origin.step);
     Ok(Some(Job {
         arguments,
         settings,
@@ -307,7 +308,7 @@ fn prepare<'a>(
         is_saved,
         rows_read,
         resume: Mutex::new(resume.map(Arc::new)),
-        damaged: candidates.damaged.clone(),
+        damaged: candidates.list_replaced(start_step)?,
         mesh,
         threads_per_rank,
         device,

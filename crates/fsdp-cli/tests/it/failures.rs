@@ -100,6 +100,137 @@ fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
     }
 }
 
+/// The ways in which [`lose_metadata`] takes the `.metadata` of a checkpoint away.
+const WAYS_TO_LOSE_METADATA: [&str; 5] = [
+    "the file is gone",
+    "all hidden files are gone",
+    "all files are gone",
+    "a directory is in its place",
+    "a link that leads nowhere is in its place",
+];
+
+/// Takes the `.metadata` of a checkpoint away.
+fn lose_metadata(checkpoint: &Path, way: &str) {
+    let metadata = checkpoint.join(".metadata");
+    fs::remove_file(&metadata).unwrap();
+    match way {
+        "all hidden files are gone" => fs::remove_file(checkpoint.join(".integrity")).unwrap(),
+        "all files are gone" => {
+            fs::remove_dir_all(checkpoint).unwrap();
+            fs::create_dir(checkpoint).unwrap();
+        }
+        "a directory is in its place" => fs::create_dir(metadata).unwrap(),
+        "a link that leads nowhere is in its place" => {
+            std::os::unix::fs::symlink("nowhere", metadata).unwrap();
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn a_newest_checkpoint_that_has_lost_its_metadata_is_damaged_and_is_replaced() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    assert!(train_to("8", &[], &out, &["--nproc", "2"]).status.success());
+    let straight = losses(&out);
+    fs::remove_dir_all(out.join("step-00000008")).unwrap();
+    let launch = ["launch", "--nproc", "2", "--", FSDP];
+    for (number, way) in WAYS_TO_LOSE_METADATA.into_iter().enumerate() {
+        lose_metadata(&out.join("step-00000006"), way);
+        let strict = train_to("8", &[], &out, &["--resume=strict"]);
+        assert_eq!(
+            strict.status.code(),
+            Some(i32::from(exit_codes::INCOMPLETE)),
+            "{way}"
+        );
+        // With threads and with processes.
+        let output = if number % 2 == 0 {
+            train_to("8", &[], &out, &["--resume", "--nproc", "2"])
+        } else {
+            train_to("8", &launch, &out, &["--resume=auto", "--timeout", "20"])
+        };
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{way}: {talk}");
+        assert_eq!(talk.matches("warning: ").count(), 1, "{way}: {talk}");
+        assert!(
+            talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"),
+            "{way}: {talk}"
+        );
+        assert_eq!(losses(&out), straight, "{way}");
+        // It was replaced by a whole one.
+        fs::remove_dir_all(out.join("step-00000008")).unwrap();
+        let resumed = train_to("7", &[], &out, &["--resume=strict"]);
+        let talk = String::from_utf8_lossy(&resumed.stderr);
+        assert!(
+            resumed.status.success() && talk.contains("step-00000006`\n"),
+            "{way}: {talk}"
+        );
+        fs::remove_dir_all(out.join("step-00000007")).unwrap();
+    }
+}
+
+#[test]
+fn a_checkpoint_that_has_lost_its_metadata_is_replaced_by_a_run_that_stops_before_its_step_too() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    assert!(train_to("6", &[], &out, &[]).status.success());
+    lose_metadata(&out.join("step-00000006"), "the file is gone");
+    for (steps, from) in [("5", "step-00000004`\n"), ("7", "step-00000005`\n")] {
+        let output = train_to(steps, &[], &out, &["--resume"]);
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success()
+                && talk.contains("step-00000006` is damaged")
+                && talk.contains(from),
+            "{talk}"
+        );
+    }
+    assert!(out.join("step-00000006/.metadata").is_file());
+}
+
+#[test]
+fn what_is_no_checkpoint_of_the_run_is_no_damage() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    assert!(train_to("4", &[], &out, &[]).status.success());
+    let source = out.join("step-00000004/__0_0.distcp");
+    // A save in progress, one of another program that has not finished, and a directory of a user.
+    for (directory, file) in [
+        (".step-00000006.tmp-0123456789abcdef", "__0_0.distcp"),
+        ("step-6", "__0_0.distcp"),
+        ("step-00000006", "thesis.tex"),
+    ] {
+        let directory = out.join(directory);
+        fs::create_dir(&directory).unwrap();
+        fs::copy(&source, directory.join(file)).unwrap();
+    }
+    let output = train_to("5", &[], &out, &["--resume=strict"]);
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && !talk.contains("warning: "),
+        "{talk}"
+    );
+    assert!(out.join("step-00000006/thesis.tex").is_file());
+}
+
+#[test]
+fn a_run_whose_only_checkpoint_has_lost_its_metadata_does_not_begin_anew() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    assert!(train_to("2", &[], &out, &[]).status.success());
+    lose_metadata(&out.join("step-00000002"), "the file is gone");
+    for (more, exit_code) in [
+        (&[][..], exit_codes::USAGE),
+        (&["--resume=auto"], exit_codes::INCOMPLETE),
+        (&["--resume"], exit_codes::INCOMPLETE),
+    ] {
+        let output = train_to("4", &[], &out, more);
+        let talk = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(i32::from(exit_code)), "{talk}");
+        assert!(talk.contains("step 2") || talk.contains("step-00000002"));
+    }
+}
+
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error_and_no_death() {
     let dir = TempDir::new().unwrap();

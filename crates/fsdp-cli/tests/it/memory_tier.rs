@@ -367,6 +367,15 @@ fn a_step_in_memory_before_a_damaged_checkpoint_is_found() {
     killed.assert_went_on(&talk, killed.step);
 }
 
+#[test]
+fn a_step_in_memory_before_a_checkpoint_that_has_lost_its_metadata_is_found() {
+    let killed = kill_a_run();
+    fs::create_dir(killed.out().join("step-00900000")).unwrap();
+    let talk = killed.resume("2", &[]);
+    assert!(talk.contains("step-00900000` is damaged"), "{talk}");
+    killed.assert_went_on(&talk, killed.step);
+}
+
 /// Kills a job of four processes on two hosts, and replaces the second one by one that has nothing.
 #[test]
 fn a_job_goes_on_when_a_host_is_replaced_also_at_another_number_of_ranks() {
