@@ -146,6 +146,8 @@ pub struct Checkpointer {
     branch: CurrentBranch,
     /// The newest step that the run leaves with its next save, until that is done; on rank 0.
     left_step: Option<u64>,
+    /// The damaged checkpoints that saves replace.
+    damaged: Vec<Location>,
 }
 
 /// The branch of the run that a checkpointer saves to.
@@ -192,6 +194,7 @@ impl Checkpointer {
             current_step: None,
             branch: CurrentBranch::AfterLoad(None),
             left_step: None,
+            damaged: Vec::new(),
         })
     }
 
@@ -200,6 +203,14 @@ impl Checkpointer {
     /// communication: rank 0's facts are recorded.
     pub fn set_facts(&mut self, facts: RunFacts) {
         self.facts = facts;
+    }
+
+    /// Sets the damaged checkpoints of the run that saves of their steps replace, whether or not
+    /// [`SaveOptions::overwrite`] is set; the same on every rank. Each is replaced once. As they do
+    /// not stay, a run that goes back to a step before them does not leave them
+    /// ([`SaveReport::left`]). No communication.
+    pub fn set_damaged(&mut self, damaged: Vec<Location>) {
+        self.damaged = damaged;
     }
 
     /// Replaces the operations that make files durable, by operations that fail in tests.
@@ -228,12 +239,17 @@ impl Checkpointer {
         }
         let (branch, left_step) = self.branch_after_load(step, loaded.as_ref())?;
         if let Some(left) = left_step {
+            let end = if self.options.save.overwrite {
+                "you remove them, or saves of the same steps replace them"
+            } else {
+                "you remove them"
+            };
             warn!(
                 run = %self.run,
                 step,
                 left,
                 "the run has gone back: its newest checkpoint is now that of `step`, on a new branch; \
-                 those that it has left, up to step `left`, stay until you remove them"
+                 those that it has left, up to step `left`, stay until {end}"
             );
         }
         self.branch = CurrentBranch::Chosen(branch);
@@ -243,7 +259,7 @@ impl Checkpointer {
 
     /// Returns the branch for the checkpoint of `step`, after the load of a checkpoint of the run
     /// or of none, and the newest step, of a checkpoint or in the memory tier, if the run leaves
-    /// that.
+    /// that. Damaged checkpoints that saves replace are not left.
     ///
     /// # Errors
     /// The errors of [`Self::choose_branch`].
@@ -252,25 +268,14 @@ impl Checkpointer {
         step: u64,
         loaded: Option<&(Branch, u64)>,
     ) -> Result<(Branch, Option<u64>), CheckpointError> {
-        let on_disk = self.newest_on_disk()?;
+        let mut listed = Vec::new();
+        if self.run.exists()? {
+            listed = list_with_lost(&self.run)?;
+        }
+        let on_disk = newest_of(&listed);
         let memory_tier = self.memory_tier.as_ref();
         let in_memory = memory_tier.and_then(MemoryTier::newest_on_host);
-        let newest = match (&on_disk, in_memory) {
-            (Some((branch, disk_step)), Some(position)) if branch.number == position.branch => {
-                Some((branch.clone(), position.step.max(*disk_step)))
-            }
-            // The memory tier records only the number of a branch, and not what it continues.
-            (on_disk, Some(position))
-                if on_disk
-                    .as_ref()
-                    .is_none_or(|(branch, _)| branch.number < position.branch) =>
-            {
-                let number = position.branch;
-                let from = Vec::new();
-                Some((Branch { number, from }, position.step))
-            }
-            (on_disk, _) => on_disk.clone(),
-        };
+        let newest = newer(on_disk.as_ref(), in_memory);
         let Some((newest_branch, newest_step)) = newest else {
             let branch = loaded.map(|(branch, _)| branch.clone());
             return Ok((branch.unwrap_or_default(), None));
@@ -315,29 +320,13 @@ impl Checkpointer {
                 newest: newest_step,
             });
         }
-        let is_left = is_new && !branch.continues(&newest_branch, newest_step);
-        Ok((branch, is_left.then_some(newest_step)))
-    }
-
-    /// Returns the branch and the step of the newest checkpoint in the run's directory, without
-    /// communication; `None` if there is none.
-    ///
-    /// A checkpoint that has lost its `.metadata` counts only if its branch is later than those of
-    /// all others. Otherwise the run stays on the branch of the others, and gets to that step again.
-    fn newest_on_disk(&self) -> Result<Option<(Branch, u64)>, CheckpointError> {
-        if !self.run.exists()? {
-            return Ok(None);
+        if !is_new {
+            return Ok((branch, None));
         }
-        let listed = list_with_lost(&self.run)?;
-        let mut newest_first = listed.iter().rev();
-        let Some(committed) = newest_first.find(|found| !found.is_lost) else {
-            return Ok(None);
-        };
-        let newest = listed
-            .iter()
-            .rev()
-            .find(|found| !found.is_lost || found.branch.number > committed.branch.number);
-        Ok(newest.map(|found| (found.branch.clone(), found.checkpoint.step)))
+        listed.retain(|found| !self.damaged.contains(&found.checkpoint.path));
+        let newest_to_stay = newer(newest_of(&listed).as_ref(), in_memory);
+        let left = newest_to_stay.filter(|(newest, step)| !branch.continues(newest, *step));
+        Ok((branch, left.map(|(_, step)| step)))
     }
 
     /// Returns the request for a save to a place. That of a step of the run includes the lineage
@@ -354,9 +343,12 @@ impl Checkpointer {
             config: self.facts.config.clone(),
             data: self.facts.data.clone(),
         });
+        let path = self.location(name);
+        let mut options = self.options.save.clone();
+        options.overwrite |= self.damaged.contains(&path);
         SaveRequest {
-            path: self.location(name),
-            options: self.options.save.clone(),
+            path,
+            options,
             durable: self.durable.clone(),
             left_step: lineage.as_ref().and(self.left_step),
             lineage,
@@ -368,8 +360,11 @@ impl Checkpointer {
     /// removes old checkpoints. One that is not a step of the run, or that has no digest, becomes
     /// no parent.
     fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
-        if step.is_some() {
+        if let Some(step) = step {
             self.left_step = None;
+            // If it was damaged before, it is whole now.
+            let saved = self.location(step);
+            self.damaged.retain(|damaged| *damaged != saved);
         }
         self.parent = Parent::new(step, report.digest).or(self.parent);
         self.start_pruning(step);
@@ -899,6 +894,39 @@ impl Drop for Checkpointer {
             tracing::error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
         }
         self.end_pruning();
+    }
+}
+
+/// Returns the branch and the step of the newest of a run's checkpoints, which are sorted, the
+/// newest last; `None` if there is none.
+///
+/// A checkpoint that has lost its `.metadata` counts only if its branch is later than those of all
+/// others. Otherwise the run stays on the branch of the others, and gets to that step again.
+fn newest_of(listed: &[CheckpointOnBranch]) -> Option<(Branch, u64)> {
+    let committed = listed.iter().rev().find(|found| !found.is_lost)?;
+    let newest = listed
+        .iter()
+        .rev()
+        .find(|found| !found.is_lost || found.branch.number > committed.branch.number)?;
+    Some((newest.branch.clone(), newest.checkpoint.step))
+}
+
+/// Returns the branch and the step of the newer one of two states of a run: its newest checkpoint,
+/// and its newest step in the memory tier.
+fn newer(on_disk: Option<&(Branch, u64)>, in_memory: Option<RunPosition>) -> Option<(Branch, u64)> {
+    match (on_disk, in_memory) {
+        (Some((branch, disk_step)), Some(position)) if branch.number == position.branch => {
+            Some((branch.clone(), position.step.max(*disk_step)))
+        }
+        // The memory tier records only the number of a branch, and not what it continues.
+        (on_disk, Some(position))
+            if on_disk.is_none_or(|(branch, _)| branch.number < position.branch) =>
+        {
+            let number = position.branch;
+            let from = Vec::new();
+            Some((Branch { number, from }, position.step))
+        }
+        (on_disk, _) => on_disk.cloned(),
     }
 }
 

@@ -69,7 +69,8 @@ pub struct SaveReport {
     pub waited: Duration,
     /// The newest step of the run that it has left with this save, because it had gone back to an
     /// older one ([`Branch`](fsdp_formats::lineage::Branch)); else `None`. That checkpoint stays
-    /// until somebody removes it, but the run does not continue from it any more.
+    /// until somebody removes it, or saves the step again and overwrites it, but the run does not
+    /// continue from it any more.
     pub left: Option<u64>,
 }
 

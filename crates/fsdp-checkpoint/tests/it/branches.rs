@@ -435,3 +435,30 @@ fn a_checkpoint_of_which_nothing_is_left_counts_as_one_of_the_newest_branch() {
     assert_eq!(steps_to_resume(dir.path()), [28, 25, 30, 20, 10]);
     assert_eq!(go_back(dir.path(), &options, 25, 26, 0.26), None);
 }
+
+#[test]
+fn damaged_checkpoints_that_saves_replace_are_not_left_and_whole_ones_are_never_replaced() {
+    for (damaged, expected) in [(&[30, 40][..], None), (&[40], Some(30))] {
+        let dir = tempfile::tempdir().unwrap();
+        let options = CheckpointerOptions::default();
+        save_steps(dir.path(), &options, &[10, 20, 30, 40]);
+        let places: Vec<Location> = damaged
+            .iter()
+            .map(|step| step_path(dir.path(), *step).into())
+            .collect();
+        let left = process(dir.path(), &options, |checkpointer, _| {
+            checkpointer.set_damaged(places.clone());
+            checkpointer.load(20, &mut state(0.0)).unwrap();
+            let left = checkpointer.save(25, &state(0.25)).unwrap().left;
+            let saved = checkpointer.save(30, &state(0.3));
+            assert_eq!(saved.is_ok(), damaged.contains(&30));
+            checkpointer.save(40, &state(0.4)).unwrap();
+            // It is whole now.
+            checkpointer.save(40, &state(0.5)).unwrap_err();
+            left
+        });
+        assert_eq!(left, expected);
+        assert_eq!(restart(dir.path(), &options), (40, 0.4));
+        assert_eq!(steps(dir.path()), [10, 20, 25, 30, 40]);
+    }
+}

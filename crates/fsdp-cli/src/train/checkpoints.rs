@@ -24,7 +24,7 @@ pub(super) struct Checkpoints {
     /// `true` if training continues during saves.
     pub(super) in_background: bool,
     background_save: Option<BackgroundSave>,
-    /// The damaged checkpoints that saves replace.
+    /// The damaged checkpoints that saves replace, and have not replaced yet.
     damaged: Vec<Location>,
 }
 
@@ -42,7 +42,7 @@ pub(super) fn latest_in_memory(
     // cannot be read is an error.
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
     let outcome =
-        make_checkpointer(arguments, group, false, None)?.latest_in_memory(newest_saved, is_strict);
+        make_checkpointer(arguments, group, None)?.latest_in_memory(newest_saved, is_strict);
     let failure_text = "failed to look into the memory tier";
     if is_strict {
         return outcome.context(failure_text);
@@ -59,7 +59,7 @@ pub(super) fn step_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
 ) -> Result<Option<u64>> {
-    make_checkpointer(arguments, group, false, None)?
+    make_checkpointer(arguments, group, None)?
         .step_in_memory()
         .context("failed to look into the memory tier")
 }
@@ -86,12 +86,11 @@ fn warn_unless_lost<T>(
     }
 }
 
-/// Makes the checkpointer of a run. If `may_replace`, saves may replace checkpoints. `loaded_parts`
-/// are the parts that it loads; `None` for all. This is a collective.
+/// Makes the checkpointer of a run. `loaded_parts` are the parts that it loads; `None` for all.
+/// This is a collective.
 fn make_checkpointer(
     arguments: &TrainArguments,
     group: &ProcessGroup,
-    may_replace: bool,
     loaded_parts: Option<Vec<String>>,
 ) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
@@ -101,7 +100,6 @@ fn make_checkpointer(
         },
         // Not strict: the checkpoint may also hold values that another program saved.
         save: SaveOptions {
-            overwrite: may_replace,
             incremental: arguments.incremental,
             ..SaveOptions::default()
         },
@@ -160,8 +158,10 @@ impl Checkpoints {
         damaged: &[Location],
         loaded_parts: Option<Vec<String>>,
     ) -> Result<Self> {
+        let mut checkpointer = make_checkpointer(arguments, group, loaded_parts)?;
+        checkpointer.set_damaged(damaged.to_vec());
         Ok(Checkpoints {
-            checkpointer: make_checkpointer(arguments, group, !damaged.is_empty(), loaded_parts)?,
+            checkpointer,
             in_background: arguments.async_save,
             background_save: None,
             damaged: damaged.to_vec(),

@@ -86,6 +86,8 @@ fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
                 talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"),
                 "{talk}"
             );
+            // It does not stay, so nothing is left behind.
+            assert!(!talk.contains("stay until"), "{talk}");
             assert_eq!(losses(&out), straight, "{file}");
             // It was replaced by a whole one; the next round damages it again.
             fs::remove_dir_all(out.join("step-00000008")).unwrap();
