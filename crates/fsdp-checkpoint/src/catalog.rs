@@ -1,7 +1,6 @@
 //! The checkpoints of a training run: a directory, or a prefix in an object store, with one
 //! checkpoint for each saved step.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
@@ -177,25 +176,10 @@ fn find_branches(
     Ok(found)
 }
 
-/// Returns the steps that have hidden files beside their checkpoints: a save in progress, or
-/// leftovers of a crash.
-pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, CheckpointError> {
-    Ok(names(dir)?
-        .iter()
-        .filter_map(|name| step_of_hidden(name))
-        .collect())
-}
-
 /// Returns the step in the name of a checkpoint of a [`Checkpointer`](crate::Checkpointer); `None`
 /// for any other name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-").and_then(parse_step)
-}
-
-/// Returns the step in the name of a hidden file, such as `.step-20.tmp-53f1`; `None` for any other
-/// name.
-fn step_of_hidden(name: &str) -> Option<u64> {
-    parse_step(name.strip_prefix(".step-")?.split('.').next()?)
 }
 
 /// Parses the digits of a step; returns `None` for any other text. (Rust's own parser accepts `+5`

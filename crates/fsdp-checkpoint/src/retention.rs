@@ -6,13 +6,11 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use fsdp_formats::checkpoint::{self, LinksInFolder, check_replaceable};
 use fsdp_formats::complete::is_complete;
 use fsdp_formats::reader::OpenOptions;
-use fsdp_formats::storage::{Durable, clean_stale};
+use fsdp_formats::storage::{Durable, clean_stale, targets_with_leftovers};
 use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
-use crate::catalog::{
-    CheckpointOnBranch, StepCheckpoint, list_branches, step_name, step_of, steps_with_leftovers,
-};
+use crate::catalog::{CheckpointOnBranch, StepCheckpoint, list_branches, step_of};
 use crate::error::CheckpointError;
 
 /// The rule for which checkpoints of a run are kept when a new one has been saved. Without
@@ -112,8 +110,10 @@ pub(crate) fn prune_up_to(
     // A save that is in progress has a later step than the newest of these checkpoints, so what
     // belongs to earlier steps was left by a crash. In a file system it lies beside the
     // checkpoint's directory.
-    for step in steps_with_leftovers(dir)?.range(..=newest.step) {
-        clean_stale(dir.join(step_name(*step)))?;
+    for name in targets_with_leftovers(dir)? {
+        if step_of(&name).is_some_and(|step| step <= newest.step) {
+            clean_stale(dir.join(&name))?;
+        }
     }
     // In an object store it lies where the checkpoint would be.
     for checkpoint in uncommitted

@@ -1,12 +1,17 @@
 //! `fsdp prune`: removes a run's old checkpoints.
 
+use std::io;
+use std::path::Path;
+
 use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_formats::Location;
-use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_steps};
+use fsdp_formats::checkpoint::{
+    self, ExtraFiles, LinksInFolder, StepOfRun, list_steps, steps_with_leftovers,
+};
 use fsdp_formats::lineage::{newest_branch, read_branches};
 use fsdp_formats::reader::OpenOptions;
-use fsdp_formats::storage::Durable;
+use fsdp_formats::storage::{Durable, clean_stale};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::count_text;
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use serde_json::{Value, json};
@@ -87,47 +92,64 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
         )
     );
+    let mut first_error = None;
+    // What earlier removals have left goes first. What a removal below leaves stays for the next
+    // call.
+    let mut leftovers = Vec::new();
+    if arguments.yes
+        && let Some(last) = checkpoints.last()
+    {
+        for place in steps_with_leftovers(last)? {
+            match clean_stale(&place) {
+                Ok(paths) => leftovers.extend(paths),
+                Err(error) => _ = first_error.get_or_insert(error),
+            }
+        }
+    }
     let mut removed_names = Vec::new();
+    // Checkpoints that are gone, but of which some files could not be removed, with the reason.
+    let mut unfinished_names = Vec::new();
     // Old checkpoints that are kept, each with the reason.
     let mut kept_names = Vec::new();
     for checkpoint in &left_checkpoints {
         let reason = "the run has left it by going back to an older step".to_owned();
-        kept_names.push((&checkpoint.name, reason));
+        kept_names.push((checkpoint.name.as_str(), reason));
     }
     let links = match checkpoints.first() {
         Some(checkpoint) => LinksInFolder::of_run(&arguments.run, &checkpoint.path)?,
         None => LinksInFolder::default(),
     };
-    let mut first_error = None;
     for checkpoint in expired {
-        let mut reason = reason_to_stay(&checkpoint.path, &links);
-        if reason.is_none() && arguments.yes {
-            match Durable::new().remove_checkpoint(&checkpoint.path) {
-                Ok(true) => {}
-                Ok(false) => reason = Some("it is being read".to_owned()),
-                // The others are removed all the same, and all are listed.
-                Err(error) => {
-                    reason = Some(error.to_string());
-                    first_error.get_or_insert(error);
-                }
+        let name = checkpoint.name.as_str();
+        let fate = match reason_to_stay(&checkpoint.path, &links) {
+            Some(reason) => Fate::Stays(reason),
+            None if arguments.yes => remove(&checkpoint.path),
+            None => Fate::Removed,
+        };
+        // After an error the others are removed all the same, and all are listed.
+        match fate {
+            Fate::Removed => removed_names.push(name),
+            Fate::Stays(reason) => kept_names.push((name, reason)),
+            Fate::Failed(error) => {
+                kept_names.push((name, error.to_string()));
+                first_error.get_or_insert(error);
+            }
+            Fate::Unfinished(error) => {
+                unfinished_names.push((name, error.to_string()));
+                first_error.get_or_insert(error);
             }
         }
-        match reason {
-            Some(reason) => kept_names.push((&checkpoint.name, reason)),
-            None => removed_names.push(&checkpoint.name),
-        }
     }
+    let leftovers: Vec<String> = leftovers.iter().map(|path| file_name(path)).collect();
     let printed = if arguments.json {
-        let kept_names: Vec<Value> = kept_names
-            .iter()
-            .map(|(name, reason)| json!({ "name": name, "reason": reason }))
-            .collect();
         output::print_json(&json!({
             "schema": SCHEMA,
             "run": run,
             "dry_run": !arguments.yes,
             "removed": removed_names,
-            "stay": kept_names,
+            "stay": with_reasons(&kept_names),
+            "unfinished": with_reasons(&unfinished_names),
+            "leftovers": leftovers,
         }))
     } else {
         let word = if arguments.yes {
@@ -136,8 +158,15 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "would be removed"
         };
         let mut lines = Vec::new();
+        for name in &leftovers {
+            lines.push(format!("{}  removed, a leftover", escaped(name)));
+        }
         for name in &removed_names {
             lines.push(format!("{}  {word}", escaped(name)));
+        }
+        for (name, reason) in &unfinished_names {
+            let reason = escaped(reason);
+            lines.push(format!("{}  removed in part: {reason}", escaped(name)));
         }
         for (name, reason) in &kept_names {
             lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
@@ -157,6 +186,55 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         None => Ok(()),
     };
     output::outcome_after_report(printed, outcome)
+}
+
+/// The fate of an old checkpoint.
+enum Fate {
+    /// It is gone, or would be.
+    Removed,
+    /// It stays, for this reason.
+    Stays(String),
+    /// It stays, because nothing of it could be removed.
+    Failed(FileError),
+    /// It is gone, but some of its files are left.
+    Unfinished(FileError),
+}
+
+/// Removes an old checkpoint.
+fn remove(path: &Location) -> Fate {
+    match Durable::new().remove_checkpoint(path) {
+        Ok(true) => Fate::Removed,
+        Ok(false) => Fate::Stays("it is being read".to_owned()),
+        // Another process has removed it since it was listed.
+        Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            Fate::Removed
+        }
+        Err(error) if has_lost_its_place(path) => Fate::Unfinished(error),
+        Err(error) => Fate::Failed(error),
+    }
+}
+
+/// Returns `true` if a checkpoint whose removal has failed is gone all the same: a directory loses
+/// its name first. In an object store that without which it cannot be opened goes first.
+fn has_lost_its_place(path: &Location) -> bool {
+    match path.local() {
+        Some(_) => matches!(path.exists(), Ok(false)),
+        None => checkpoint::open(path, OpenOptions { verify: false }).is_err(),
+    }
+}
+
+/// Returns the name of a file or directory for messages.
+fn file_name(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
+/// Returns the objects of checkpoints in the JSON, each with the reason of its fate.
+fn with_reasons(names: &[(&str, String)]) -> Vec<Value> {
+    names
+        .iter()
+        .map(|(name, reason)| json!({ "name": name, "reason": reason }))
+        .collect()
 }
 
 /// Splits the checkpoints of a run into those that it continues, and those that it has left by
@@ -185,7 +263,7 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
         Ok(true) => return Some("it is no directory".to_owned()),
         Err(error) => return Some(error.to_string()),
     }
-    if path.local().is_some_and(std::path::Path::is_symlink) {
+    if path.local().is_some_and(Path::is_symlink) {
         return Some("it is a link".to_owned());
     }
     // A link may be the only name by which a checkpoint that stays, or one that a user has marked,

@@ -84,7 +84,7 @@ pub mod checkpoint {
         check_has_metadata, check_replaceable, has_lost_metadata, open, open_selected,
     };
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
-    pub use crate::steps::{StepOfRun, list_steps, step_in_name, step_name};
+    pub use crate::steps::{StepOfRun, list_steps, step_in_name, step_name, steps_with_leftovers};
 }
 
 /// Reading a DCP directory, and the options of reading in any format.

@@ -6,6 +6,7 @@ use std::path::Path;
 use crate::error::FileError;
 use crate::metadata::METADATA_FILE;
 use crate::rank_files;
+use crate::storage::cleanup::targets_with_leftovers;
 use crate::storage::location::Location;
 
 /// A checkpoint of a run, known by its name only. It was not opened.
@@ -92,6 +93,28 @@ pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError>
         }
     }
     Ok(Vec::new())
+}
+
+/// Returns the places in a run's folder beside which saves or removals have something, as
+/// [`targets_with_leftovers`] finds them, up to the step of `newest`, a checkpoint of the run. A
+/// save in progress may be among them, though usually of a later step.
+///
+/// # Errors
+/// A folder that cannot be listed.
+pub fn steps_with_leftovers(newest: &StepOfRun) -> Result<Vec<Location>, FileError> {
+    let (folder, _) = newest.path.split()?;
+    let mut found = Vec::new();
+    for name in targets_with_leftovers(&folder)? {
+        // What is left of a DCP directory may not show that it was one, so the name has to do.
+        let counted = match step_of(&name) {
+            None => split_number(&name),
+            counted => counted,
+        };
+        if counted.is_some_and(|(counts, step)| counts == newest.counts && step <= newest.step) {
+            found.push(folder.join(&name));
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the step in the name of a checkpoint, and the word that says what it counts; `None` for

@@ -150,6 +150,22 @@ fn what_a_broken_off_removal_left_goes_with_the_next_one() {
 }
 
 #[test]
+fn what_is_left_of_a_step_without_leading_zeros_goes_with_the_next_removal() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3]);
+    let [old, later] = [2, 4].map(|step| {
+        let left = dir
+            .path()
+            .join(format!(".step-{step}.tmp-0123456789abcdef"));
+        std::fs::create_dir(&left).unwrap();
+        left
+    });
+    prune(dir.path(), &last(3)).unwrap();
+    assert!(!old.exists() && later.exists());
+    assert_eq!(steps(dir.path()), [1, 2, 3]);
+}
+
+#[test]
 fn a_step_without_leading_zeros_is_found_opened_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {

@@ -217,6 +217,75 @@ fn prune_leaves_a_checkpoint_with_a_name_in_it_that_is_not_utf8() {
 }
 
 #[test]
+fn prune_removes_what_is_left_of_a_removal_once_no_process_works_on_it() {
+    let run = run_with(&[10, 20, 30]);
+    let path = run.path().to_str().unwrap();
+    let prune = ["prune", path, "--keep", "2"];
+    // A removal was killed after it had taken the name away, and some files. Another one is in
+    // progress, and so is the save of a later step.
+    let hidden = |name: &str| run.path().join(name);
+    let left = hidden(".step-10.tmp-0123456789abcdef");
+    fs::rename(hidden("step-10"), &left).unwrap();
+    fs::remove_file(left.join(".metadata")).unwrap();
+    let busy = hidden(".step-5.tmp-0123456789abcdef");
+    fs::create_dir(&busy).unwrap();
+    fs::create_dir(hidden(".step-40.tmp-0123456789abcdef")).unwrap();
+    let lock = fs::File::open(&busy).unwrap();
+    lock.lock().unwrap();
+    fsdp(&prune).assert().success();
+    assert!(left.exists());
+    fsdp(&[&prune[..], &["--yes"]].concat())
+        .assert()
+        .success()
+        .stdout(contains(".step-10.tmp-0123456789abcdef  removed"));
+    let others = [".step-40.tmp-0123456789abcdef", "step-20", "step-30"];
+    assert!(!left.exists() && busy.exists());
+    lock.unlock().unwrap();
+    let removed = listed_names(&[&prune[..], &["--yes", "--json"]].concat(), "leftovers");
+    assert_eq!(removed, [".step-5.tmp-0123456789abcdef"]);
+    assert_eq!(names(&run), others);
+}
+
+/// Where a test may mount something for itself.
+#[test]
+#[cfg(target_os = "linux")]
+fn prune_tells_of_a_removal_that_fails_in_the_middle_and_ends_it_the_next_time() {
+    let run = run_with(&[10, 20, 30]);
+    let path = run.path().to_str().unwrap();
+    let prune = ["prune", path, "--keep", "1", "--yes"];
+    // A file on which something is mounted cannot be removed.
+    let unshare = |script: &str| {
+        let mut command = std::process::Command::new("unshare");
+        command
+            .args(["--user", "--map-root-user", "--mount", "sh", "-c", script])
+            .arg(run.path().join("step-10/__1_0.distcp"))
+            .arg(crate::common::program())
+            .args(prune)
+            .output()
+    };
+    let mount = "mount --bind \"$0\" \"$0\"";
+    if !unshare(mount).is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: this system mounts nothing for tests");
+        return;
+    }
+    let output = unshare(&format!("{mount} && exec \"$@\"")).unwrap();
+    let listed = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(14), "{output:?}");
+    assert!(
+        listed.contains("step-10  removed in part: ") && listed.contains("step-20  removed\n"),
+        "{listed}"
+    );
+    assert!(!listed.contains("stays"), "{listed}");
+    let left = names(&run);
+    assert!(left.len() == 2 && left[0].starts_with(".step-10.tmp-") && left[1] == "step-30");
+    fsdp(&prune)
+        .assert()
+        .success()
+        .stdout(contains(format!("{}  removed", left[0])));
+    assert_eq!(names(&run), ["step-30"]);
+}
+
+#[test]
 fn a_folder_without_checkpoints_is_told() {
     let run = tempfile::tempdir().unwrap();
     let path = run.path().to_str().unwrap();
@@ -441,6 +510,8 @@ fn prune_counts_what_ls_lists() {
     for name in ["save_1", "save_2", "save_10", "final"] {
         copy_directory(&source, &run.path().join(name));
     }
+    // What is left of another one.
+    fs::create_dir(run.path().join(".save_3.tmp-0123456789abcdef")).unwrap();
     let path = run.path().to_str().unwrap();
     let removed = listed_names(
         &["prune", path, "--keep", "1", "--yes", "--json"],

@@ -1,8 +1,9 @@
 //! Leftovers of crashed saves, and checkpoints that are not wanted any more.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use super::fs::Durable;
+use super::fs::{Durable, is_nonce};
 use super::location::Location;
 use crate::error::FileError;
 
@@ -24,6 +25,39 @@ pub fn list_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError
 /// A directory that cannot be listed or removed.
 pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
     target.into().storage()?.clean_stale(&Durable::new())
+}
+
+/// Returns the names in a directory of those targets beside which saves or removals have something:
+/// `step-20` for `.step-20.tmp-53f1a09be6c02d77`. [`list_stale`] tells for each of them what nobody
+/// works on any more.
+///
+/// For an object store the list is empty, as that of [`list_stale`] is.
+///
+/// # Errors
+/// A directory that cannot be listed.
+pub fn targets_with_leftovers(
+    directory: impl Into<Location>,
+) -> Result<BTreeSet<String>, FileError> {
+    let directory = directory.into();
+    if directory.local().is_none() {
+        return Ok(BTreeSet::new());
+    }
+    let names = directory.names()?;
+    Ok(names
+        .iter()
+        .filter_map(|name| target_of_leftover(name))
+        .map(str::to_owned)
+        .collect())
+}
+
+/// Returns the name of the target in that of a staging directory or an old version beside it;
+/// `None` for any other name.
+fn target_of_leftover(name: &str) -> Option<&str> {
+    let (target, kind) = name.strip_prefix('.')?.rsplit_once('.')?;
+    let nonce = kind
+        .strip_prefix("tmp-")
+        .or_else(|| kind.strip_prefix("old-"))?;
+    is_nonce(nonce).then_some(target)
 }
 
 impl Durable {

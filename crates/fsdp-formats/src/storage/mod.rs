@@ -72,7 +72,7 @@ pub(crate) mod staging;
 pub use backend::StagedFile;
 pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
-pub use cleanup::{clean_stale, list_stale};
+pub use cleanup::{clean_stale, list_stale, targets_with_leftovers};
 pub use file_system::{
     EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, Status,
 };

@@ -247,6 +247,26 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
 }
 
 #[test]
+fn the_targets_of_what_saves_and_removals_have_left_are_known_by_its_names() {
+    let parent = tempfile::tempdir().unwrap();
+    for name in [
+        ".step-20.tmp-0123456789abcdef",
+        ".step-20.tmp-fedcba9876543210",
+        ".epoch=1-step=30.ckpt.old-0123456789abcdef",
+        ".c.tmp-backup",
+        ".c.lock",
+        ".tmp-0123456789abcdef",
+        "c.tmp-0123456789abcdef",
+        "step-10",
+    ] {
+        std::fs::create_dir(parent.path().join(name)).unwrap();
+    }
+    let targets = targets_with_leftovers(parent.path()).unwrap();
+    assert!(targets.iter().eq(["epoch=1-step=30.ckpt", "step-20"]));
+    assert!(targets_with_leftovers(parent.path().join("nowhere")).is_err());
+}
+
+#[test]
 fn an_old_checkpoint_without_a_new_one_is_put_back() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");

@@ -463,6 +463,8 @@ def prune(run: Place, keep: int, *, keep_every: int | None = None, yes: bool = F
 
     ``report["removed"]`` has the names of those that are removed, or would be. ``report["stay"]`` has the ``name`` of each old
     checkpoint that is kept, and the ``reason``: somebody reads it, or its directory has files that do not belong to it.
+    ``report["unfinished"]`` is the same for those that are gone, but of which some files could not be removed. The next call
+    removes these files, and has their directories in ``report["leftovers"]``.
 
     Args:
         run: The folder of a run's checkpoints.
