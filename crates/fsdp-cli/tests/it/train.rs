@@ -494,7 +494,7 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
     check(
         &resume(&[]),
         exit_codes::INCOMPLETE,
-        &["holds no committed checkpoint"],
+        &["is not a committed checkpoint: it has no `.metadata`"],
     );
     fs::write(checkpoint.join(".metadata"), metadata).unwrap();
     train(&out, &resume(&[])).assert().success();

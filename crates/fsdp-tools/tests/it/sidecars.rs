@@ -13,9 +13,7 @@ use fsdp_tools::map::{Map, Mapped, Values};
 use fsdp_tools::merge::Average;
 use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
-use crate::foreign::{
-    assert_converts, copy, damage, differences, fixture, opened, refused, replace,
-};
+use crate::foreign::{assert_converts, copy, damage, differences, fixture, opened, refused};
 
 #[test]
 fn what_lightning_keeps_in_its_own_file_is_in_the_tree() {
