@@ -38,7 +38,7 @@ use self::arithmetic::{
 };
 use self::exchange::exchange;
 pub(crate) use self::run_directory::leave_tier;
-use self::run_directory::{RunDirectory, make_private, name_in_tier};
+use self::run_directory::{RunDirectory, forget_left, make_private, name_in_tier};
 use crate::catalog::{RunPosition, StepCheckpoint};
 use crate::error::CheckpointError;
 use crate::local_state::LocalState;
@@ -92,8 +92,17 @@ impl MemoryTier {
                 ..found.clone()
             }));
         }
-        self.run_directory =
-            RunDirectory::find(&self.directory, &self.run, group, operation, create)?;
+        let mut found = RunDirectory::find(&self.directory, &self.run, group, operation, create)?;
+        if let Some(found) = &mut found
+            && let Some(left) = found.left.take()
+        {
+            found.on_each_host(|_| remove(&left))?;
+            found.agree(match self.group.rank() {
+                0 => forget_left(&self.run),
+                _ => Ok(()),
+            })?;
+        }
+        self.run_directory = found;
         Ok(self.run_directory.clone())
     }
 

@@ -13,11 +13,10 @@ use fsdp_formats::{FileError, Location};
 use fsdp_state::LoadError as _;
 use twox_hash::XxHash3_64;
 
-use super::remove;
 use crate::error::{CheckpointError, broadcast_result};
 
-/// The name of the file, in the directory of a run's checkpoints, with the [`RunNumbers`] of the run
-/// in the memory tier.
+/// The name of the file, in the directory of a run's checkpoints, with the [`RunNumbers`] of the
+/// run in the memory tier.
 const RUN_FILE: &str = ".memory-tier";
 
 /// The name of the file, in the run's directory of the memory tier, with the number of the host.
@@ -65,8 +64,8 @@ impl RunNumbers {
     }
 }
 
-/// Gives a run another number in the memory tier, if it has one, because it is about to save without
-/// its tier: steps that are there now would be newer than the checkpoint that is saved.
+/// Gives a run another number in the memory tier, if it has one, because it is about to save
+/// without its tier: steps that are there now would be newer than the checkpoint that is saved.
 pub(crate) fn leave_tier(run: &Location) -> Result<(), CheckpointError> {
     let file = run.join(RUN_FILE);
     if !file.exists()? {
@@ -84,6 +83,17 @@ pub(crate) fn leave_tier(run: &Location) -> Result<(), CheckpointError> {
     }
 }
 
+/// Removes the number of a directory that the run has left, once that directory is gone.
+pub(super) fn forget_left(run: &Location) -> Result<(), CheckpointError> {
+    let file = run.join(RUN_FILE);
+    let numbers = RunNumbers::read(&file)?;
+    RunNumbers {
+        left: None,
+        ..numbers
+    }
+    .write(&file)
+}
+
 /// The directory of a run in the memory tier, during one operation in which all ranks take part.
 #[derive(Debug, Clone)]
 pub(super) struct RunDirectory {
@@ -94,6 +104,8 @@ pub(super) struct RunDirectory {
     pub(super) root: Location,
     /// The lowest rank of each rank's host.
     pub(super) hosts: Vec<usize>,
+    /// The directory on this host that the run has left, if it has left one.
+    pub(super) left: Option<Location>,
 }
 
 impl RunDirectory {
@@ -132,37 +144,13 @@ impl RunDirectory {
             .enumerate()
             .map(|(rank, number)| *lowest_ranks.entry(number).or_insert(rank))
             .collect();
-        let found = RunDirectory {
+        Ok(Some(RunDirectory {
             group,
             operation,
             root,
             hosts,
-        };
-        if let Some(left_name) = left_name {
-            found.forget_left(&directory.join(left_name), run)?;
-        }
-        Ok(Some(found))
-    }
-
-    /// Removes the directory that the run has left from each host, and then its number. Collective:
-    /// two agreements.
-    ///
-    /// # Errors
-    /// The same on every rank: errors of the storage.
-    fn forget_left(&self, left: &Location, run: &Location) -> Result<(), CheckpointError> {
-        self.on_each_host(|_| remove(left))?;
-        let mut outcome = Ok(());
-        if self.group.rank() == 0 {
-            let file = run.join(RUN_FILE);
-            outcome = RunNumbers::read(&file).and_then(|numbers| {
-                RunNumbers {
-                    left: None,
-                    ..numbers
-                }
-                .write(&file)
-            });
-        }
-        self.agree(outcome)
+            left: left_name.map(|name| directory.join(name)),
+        }))
     }
 }
 

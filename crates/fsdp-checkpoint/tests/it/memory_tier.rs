@@ -374,7 +374,7 @@ fn steps_in_memory_are_not_used_once_the_run_has_saved_without_its_tier() {
     assert_eq!(run.load(2), Some(56));
     // The directory with the steps that it has left is gone from the host.
     assert!(run.in_tier(0).exists());
-    assert_eq!(run.parts_of(60), [PathBuf::new(); 0]);
+    assert!(run.parts_of(60).is_empty());
     // It begins anew.
     let run = Run::new();
     run.save(4, &[60]);

@@ -332,8 +332,8 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
-    /// Returns the options that must be the same on all ranks, as text, a line for each: they decide
-    /// what ranks compute together, and in which order they call collectives.
+    /// Returns the options that must be the same on all ranks, as text, a line for each: they
+    /// decide what ranks compute together, and in which order they call collectives.
     pub(super) fn shared_options_text(&self) -> String {
         // Options of this process alone, such as the trace or the threads, are left out.
         // The directory may differ from host to host.

@@ -16,9 +16,9 @@ const PROMPT: u8 = b'\n';
 /// The number of bytes between two looks whether the sample is to be left out.
 const BYTES_BETWEEN_LOOKS: usize = 64;
 
-/// Returns a text of `length` bytes that the model generates, one by one, or `None` if `is_stopping`
-/// returns `true` meanwhile, which it does on all ranks or on none. All ranks take part, and all get
-/// the same text. Parameters are sharded again on return.
+/// Returns a text of `length` bytes that the model generates, one by one, or `None` if
+/// `is_stopping` returns `true` meanwhile, which it does on all ranks or on none. All ranks take
+/// part, and all get the same text. Parameters are sharded again on return.
 ///
 /// # Errors
 /// The errors of the forwards and of `is_stopping`.

@@ -27,8 +27,8 @@ pub(super) fn restore_optimizers(
     restored
 }
 
-/// Does the work of [`restore_optimizers`] for one container and all containers inside of it. `path`
-/// is the container's own, with a dot at its end.
+/// Does the work of [`restore_optimizers`] for one container and all containers inside of it.
+/// `path` is the container's own, with a dot at its end.
 fn restore_below(
     structure: &mut Structure,
     path: &str,

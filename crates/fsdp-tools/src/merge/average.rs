@@ -30,7 +30,7 @@ pub struct Average<'a> {
     weights: Vec<f64>,
     /// The keys of the tensors that are averaged.
     averaged: HashSet<String>,
-    /// Those of them that are factors of LoRA adapters.
+    /// The keys of averaged tensors that are factors of LoRA adapters.
     factors: Vec<String>,
     losses: Losses,
 }
@@ -40,9 +40,9 @@ impl<'a> Average<'a> {
     /// 0; if it is empty, all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; adapters with other scales; tensors of 8-bit
-    /// floats and other quantized ones; weights that are not finite, or not one for each; an average of two weights that are
-    /// one in the first checkpoint.
+    /// Checkpoints whose keys, shapes or dtypes differ; adapters with other scales; tensors of
+    /// 8-bit floats and other quantized ones; weights that are not finite, or not one for each; an
+    /// average of two weights that are one in the first checkpoint.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, further_sources)) = sources.split_first() else {
             return Err(merge_error("there are no checkpoints"));

@@ -515,9 +515,10 @@ fn write_parts(path: &Path, part_lengths: &[usize], paddings: Option<&[i64]>, el
 #[test]
 fn padding_that_a_version_of_deepspeed_saves_or_takes_off_is_no_missing_parameter() {
     let parent = TempDir::new().unwrap();
-    // Each case is of one parameter, and ends with the most elements that it may have, and with
-    // the fewest.
-    let cases: [(&[usize], Option<&[i64]>, i64, i64); 8] = [
+    /// The parts and their paddings, if some are noted, with the most elements that the one
+    /// parameter may have, and the fewest.
+    type Case<'c> = (&'c [usize], Option<&'c [i64]>, i64, i64);
+    let cases: [Case<'_>; 8] = [
         // ZeRO takes off the padding of each part.
         (&[2, 1, 0], Some(&[0, 1, 2]), 3, 3),
         (&[4, 4], Some(&[0, 0]), 8, 8),

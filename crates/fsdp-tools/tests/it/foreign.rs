@@ -87,8 +87,8 @@ pub(crate) fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Replaces the first place of `old` in a file by `new`, of the same length, as if the file had been
-/// written so: without the checksums of what it was.
+/// Replaces the first place of `old` in a file by `new`, of the same length, as if the file had
+/// been written so: without the checksums of what it was.
 pub(crate) fn replace(path: &Path, old: &[u8], new: &[u8]) {
     damage(path, old, new);
     let mut bytes = std::fs::read(path).unwrap();

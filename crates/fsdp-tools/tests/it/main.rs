@@ -23,6 +23,7 @@ mod legacy;
 mod map;
 mod megatron;
 mod merge;
+mod merge_tied;
 mod numpy_gguf;
 mod numpy_values;
 mod opaque;

@@ -71,8 +71,8 @@ pub struct CheckpointReader {
     metadata: Metadata,
     blobs: Mutex<Blobs>,
     known_items: Mutex<KnownItems>,
-    /// `true` if the checksums of items are compared, because nothing else tells whether their bytes
-    /// are those that were written.
+    /// `true` if the checksums of items are compared, because nothing else tells whether their
+    /// bytes are those that were written.
     checks_records: bool,
     records: Mutex<Records>,
 }
