@@ -66,12 +66,6 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
 /// # Errors
 /// The chain is broken at some checkpoints, or one of them cannot be opened.
 fn check_chain(run: &str, links: &[Link], break_count: usize) -> Result<()> {
-    ensure!(
-        break_count == 0,
-        difference_error(format!(
-            "the chain of `{run}` is broken at {break_count} of its checkpoints"
-        ))
-    );
     for link in links {
         for note in &link.notes {
             if let Note::Unreadable {
@@ -88,6 +82,12 @@ fn check_chain(run: &str, links: &[Link], break_count: usize) -> Result<()> {
             }
         }
     }
+    ensure!(
+        break_count == 0,
+        difference_error(format!(
+            "the chain of `{run}` is broken at {break_count} of its checkpoints"
+        ))
+    );
     Ok(())
 }
 

@@ -125,6 +125,7 @@ pub mod internals {
     pub use crate::formats::structure::Place;
 
     // Reading and comparing whole checkpoints, in pieces of bounded size.
+    pub use crate::dcp::reader::check_transformed;
     pub use crate::dcp::sidecars::SIDECAR_FILES;
     pub use crate::deepspeed::universal::parameter_files;
     pub use crate::digest::{check_copy, digest_of_quantizer};

@@ -108,7 +108,8 @@ pub fn has_lost_metadata(checkpoint: &Location) -> Result<bool, FileError> {
     if is_named_by_run(checkpoint) && directory.names_not_utf8()?.is_empty() {
         let mut names = directory.names()?.into_iter();
         if names.all(|name| name == METADATA_FILE || is_data_of_dcp(&name)) {
-            return Ok(true);
+            // A save may have replaced it meanwhile.
+            return Ok(!checkpoint.join(METADATA_FILE).is_file()?);
         }
     }
     // An integrity file that is damaged too tells nothing.

@@ -13,6 +13,7 @@ use fsdp_formats::{FileError, Location};
 use fsdp_state::LoadError as _;
 use twox_hash::XxHash3_64;
 
+use crate::catalog::{CheckpointOnBranch, RunPosition, list_branches};
 use crate::error::{CheckpointError, broadcast_result};
 
 /// The name of the file, in the directory of a run's checkpoints, with the [`RunNumbers`] of the
@@ -29,36 +30,62 @@ const NUMBER_BYTES: u64 = 16;
 #[derive(Debug, Clone, Copy)]
 struct RunNumbers {
     current: u64,
-    /// The number that the run had before it saved without its tier. The steps in that directory
-    /// must not be used again, as the run does not continue from them.
-    left: Option<u64>,
+    left: Option<LeftDirectory>,
+}
+
+/// The directory that a run had in the memory tier before it began to save without its tier. The
+/// steps there are not used again once it has saved, as the run does not continue from them.
+#[derive(Debug, Clone, Copy)]
+struct LeftDirectory {
+    number: u64,
+    /// The position of the newest checkpoint at that time; `None` if there was none.
+    newest: Option<RunPosition>,
 }
 
 impl RunNumbers {
+    /// The most bytes of the file: two numbers and a position.
+    const MAX_BYTES: u64 = 80;
+
     /// Reads the numbers in a run's file.
     fn read(file: &Location) -> Result<Self, CheckpointError> {
-        let text = file.read_file(2 * NUMBER_BYTES + 1)?;
-        let text = std::str::from_utf8(&text).unwrap_or_default();
-        let (current, left) = match text.split_once(' ') {
-            Some((current, left)) => (current, Some(left)),
-            None => (text, None),
-        };
-        let parse = |text: &str| {
-            u64::from_str_radix(text, 16).map_err(|_| CheckpointError::NotAMemoryTier {
-                path: file.name().to_owned(),
-            })
-        };
-        Ok(RunNumbers {
-            current: parse(current)?,
-            left: left.map(parse).transpose()?,
+        let text = file.read_file(Self::MAX_BYTES)?;
+        let parsed = std::str::from_utf8(&text).ok().and_then(Self::parse);
+        parsed.ok_or_else(|| CheckpointError::NotAMemoryTier {
+            path: file.name().to_owned(),
         })
+    }
+
+    /// Reads the numbers: `CURRENT`, `CURRENT LEFT`, or `CURRENT LEFT BRANCH STEP`.
+    fn parse(text: &str) -> Option<Self> {
+        let words: Vec<&str> = text.split(' ').collect();
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        let current = number(words[0])?;
+        let left = match words[1..] {
+            [] => None,
+            [left] => Some(LeftDirectory {
+                number: number(left)?,
+                newest: None,
+            }),
+            [left, branch, step] => Some(LeftDirectory {
+                number: number(left)?,
+                newest: Some(RunPosition {
+                    branch: branch.parse().ok()?,
+                    step: step.parse().ok()?,
+                }),
+            }),
+            _ => return None,
+        };
+        Some(RunNumbers { current, left })
     }
 
     /// Writes the numbers to a run's file.
     fn write(self, file: &Location) -> Result<(), CheckpointError> {
         let mut text = format!("{:016x}", self.current);
         if let Some(left) = self.left {
-            text.push_str(&format!(" {left:016x}"));
+            text.push_str(&format!(" {:016x}", left.number));
+            if let Some(RunPosition { branch, step }) = left.newest {
+                text.push_str(&format!(" {branch} {step}"));
+            }
         }
         Ok(Durable::new().replace_file(file, text.as_bytes())?)
     }
@@ -77,10 +104,19 @@ pub(crate) fn leave_tier(run: &Location) -> Result<(), CheckpointError> {
         Some(_) => Ok(()),
         None => RunNumbers {
             current: random_number(),
-            left: Some(numbers.current),
+            left: Some(LeftDirectory {
+                number: numbers.current,
+                newest: newest_position(run)?,
+            }),
         }
         .write(&file),
     }
+}
+
+/// Returns the position of the newest checkpoint of a run; `None` if it has none.
+fn newest_position(run: &Location) -> Result<Option<RunPosition>, CheckpointError> {
+    let (committed, _) = list_branches(run)?;
+    Ok(committed.last().map(CheckpointOnBranch::position))
 }
 
 /// Removes the number of a directory that the run has left, once that directory is gone.
@@ -173,9 +209,20 @@ fn names_in_tier(
         }
         create_number_file_once(&file)?;
     }
-    let numbers = RunNumbers::read(&file)?;
+    let mut numbers = RunNumbers::read(&file)?;
+    if let Some(left) = numbers.left
+        && left.newest == newest_position(run)?
+    {
+        // The save without the tier has failed, so the run still continues from what is there.
+        numbers = RunNumbers {
+            current: left.number,
+            left: None,
+        };
+        numbers.write(&file)?;
+    }
     let name_of = |number| directory_name(run, number);
-    Ok(Some((name_of(numbers.current), numbers.left.map(name_of))))
+    let left_name = numbers.left.map(|left| name_of(left.number));
+    Ok(Some((name_of(numbers.current), left_name)))
 }
 
 /// Returns the name that a run's directory in the tier has with this number: a part of the name of

@@ -375,6 +375,20 @@ fn steps_in_memory_are_not_used_once_the_run_has_saved_without_its_tier() {
     // The directory with the steps that it has left is gone from the host.
     assert!(run.in_tier(0).exists());
     assert!(run.parts_of(60).is_empty());
+    // A save that fails has not gone on from elsewhere.
+    let run = Run::new();
+    run.checkpoint(50);
+    run.save(2, &[60]);
+    run_local(2, |group| {
+        let options = CheckpointerOptions::default();
+        let run = run.0.path().join("run");
+        let mut checkpointer = Checkpointer::new(run, &group, options).unwrap();
+        checkpointer.load(50u64, &mut state(&group, 0)).unwrap();
+        // Such a checkpoint exists already.
+        checkpointer.save(50, &state(&group, 50)).unwrap_err();
+    })
+    .unwrap();
+    assert_eq!(run.load(2), Some(60));
     // It begins anew.
     let run = Run::new();
     run.save(4, &[60]);

@@ -53,6 +53,24 @@ impl<'a> Candidates<'a> {
         Ok(self.list_undamaged(true)?.into_iter().next())
     }
 
+    /// Returns the newest checkpoint that is not known to be damaged and has not lost its
+    /// `.metadata`, and the newer one that has lost it, if that is the newest of all.
+    ///
+    /// # Errors
+    /// The storage cannot be read.
+    pub(super) fn newest_whole_and_lost(
+        &self,
+    ) -> Result<(Option<StepCheckpoint>, Option<StepCheckpoint>)> {
+        let mut newest_lost = None;
+        for checkpoint in self.list_undamaged(true)? {
+            if !has_lost_metadata(&checkpoint.path)? {
+                return Ok((Some(checkpoint), newest_lost));
+            }
+            newest_lost.get_or_insert(checkpoint);
+        }
+        Ok((None, newest_lost))
+    }
+
     /// Returns `true` if the run has no checkpoint yet.
     ///
     /// # Errors

@@ -136,10 +136,13 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
         let may_be_in_memory = candidates.mode != ResumeMode::No && !candidates.is_memory_damaged;
         if arguments.memory_tier.is_some() && may_be_in_memory {
-            let newest = candidates.newest()?;
-            candidates.memory_step = run_on_ranks(&ranks, group.as_ref(), |group| {
+            let (newest, lost) = candidates.newest_whole_and_lost()?;
+            let memory_step = run_on_ranks(&ranks, group.as_ref(), |group| {
                 latest_in_memory(arguments, group, newest.as_ref())
             })?;
+            // A later checkpoint that is damaged comes first, so that its damage is told.
+            candidates.memory_step = memory_step
+                .filter(|in_memory| lost.as_ref().is_none_or(|lost| in_memory.step >= lost.step));
         }
         // Step 2: check all that can be checked without the other ranks.
         let job = prepare(

@@ -376,6 +376,14 @@ fn a_step_in_memory_before_a_checkpoint_that_has_lost_its_metadata_is_found() {
     killed.assert_went_on(&talk, killed.step);
 }
 
+#[test]
+fn the_step_in_memory_of_a_checkpoint_that_has_lost_its_metadata_is_used() {
+    let killed = kill_a_run();
+    fs::create_dir(killed.out().join(format!("step-{:08}", killed.step))).unwrap();
+    let talk = killed.resume("2", &[]);
+    killed.assert_went_on(&talk, killed.step);
+}
+
 /// Kills a job of four processes on two hosts, and replaces the second one by one that has nothing.
 #[test]
 fn a_job_goes_on_when_a_host_is_replaced_also_at_another_number_of_ranks() {

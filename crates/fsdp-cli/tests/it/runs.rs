@@ -246,7 +246,6 @@ fn prune_removes_what_is_left_of_a_removal_once_no_process_works_on_it() {
     assert_eq!(names(&run), others);
 }
 
-/// Where a test may mount something for itself.
 #[test]
 #[cfg(target_os = "linux")]
 fn prune_tells_of_a_removal_that_fails_in_the_middle_and_ends_it_the_next_time() {

@@ -14,7 +14,7 @@ use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::StoredElements;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
-use crate::zip::{ArchiveLayout, Directory, ROOT};
+use crate::zip::{ArchiveLayout, Directory, ROOT, Record};
 
 /// Lays out the item of a row-major tensor of this type and shape, in a form that
 /// `torch.load(weights_only=True)` accepts. The only storage of the archive is the payload.
@@ -150,7 +150,25 @@ impl StoredTensor {
         item: &dyn ReadAt,
         known_item: Option<&KnownItem>,
     ) -> Result<Self, FormatError> {
-        let item = &ItemEnds::new(item)?;
+        Self::find(&ItemEnds::new(item)?, known_item)
+    }
+
+    /// Finds the tensor as [`Self::locate_known`] does, and the record of its storage, with the
+    /// same reads. `None` for an item that is no archive.
+    pub(crate) fn locate_with_record(
+        item: &dyn ReadAt,
+        known_item: Option<&KnownItem>,
+    ) -> Result<(Self, Option<Record>), FormatError> {
+        let ends = ItemEnds::new(item)?;
+        let stored = Self::find(&ends, known_item)?;
+        let name = format!("data/{}", stored.tensor.storage);
+        let archive = Directory::read(&ends).ok();
+        let record = archive.and_then(|archive| archive.records.get(&name).copied());
+        Ok((stored, record))
+    }
+
+    /// Finds the tensor in an item whose ends were read.
+    fn find(item: &ItemEnds<'_>, known_item: Option<&KnownItem>) -> Result<Self, FormatError> {
         if let Some(same) = known_item.filter(|known_item| known_item.is_same(item)) {
             return Ok(same.tensor.clone());
         }

@@ -102,12 +102,19 @@ fn is_torch_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileE
 }
 
 /// Returns `true` if a file that begins with these bytes, or is no longer than they are, may be one
-/// of `torch.save`, whole or cut short.
+/// of `torch.save`, whole or cut short. Other programs write pickles too.
 fn may_be_of_torch(start: &[u8]) -> bool {
-    // An archive, a pickle, and a pickle of protocol 0 or 1.
-    [b"PK".as_slice(), b"\x80", legacy::OLD_START]
+    if start.len() >= legacy::START_LENGTH {
+        return start.starts_with(b"PK") || legacy::is_start(start);
+    }
+    let is_cut_pickle = matches!(
+        start,
+        [0x80] | [0x80, 2..=5] | [0x80, 2..=5, 0x8a, ..] | [0x80, 4 | 5, 0x95, ..]
+    );
+    let is_other_start = [b"PK".as_slice(), legacy::OLD_START]
         .iter()
-        .any(|known| known.starts_with(start) || start.starts_with(known))
+        .any(|known| known.starts_with(start) || start.starts_with(known));
+    is_cut_pickle || is_other_start
 }
 
 /// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under

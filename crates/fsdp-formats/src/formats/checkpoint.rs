@@ -289,9 +289,9 @@ pub trait Checkpoint: Send + Sync {
     }
 
     /// Compares what was read of tensors so far with their recorded digests, where a view under
-    /// this one has summed it, and with the checksums of the storages that were nearly all read. A
-    /// conversion calls this before it commits: what it writes gets new hashes, and elements that
-    /// it changes have other digests.
+    /// this one has summed it, and with the checksums of the storages of which at least half was
+    /// read. A conversion calls this before it commits: what it writes gets new hashes, and
+    /// elements that it changes have other digests.
     fn check_elements_read(&self) -> Result<(), FileError> {
         Ok(())
     }

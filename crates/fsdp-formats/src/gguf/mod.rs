@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::boxes::{checked_numel, row_major_strides};
-use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox, count_text};
+use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 
 pub(crate) use self::header::MAGIC;
-use self::header::{GgufHeader, HeaderValue, TensorInfo, malformed, read_array};
+use self::header::{GgufHeader, HeaderValue, TensorInfo, read_array};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{
     Assembled, Assembler, Elements, Held, Piece, StorageStart, Unread,
@@ -120,14 +120,6 @@ fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), Forma
             .ok_or_else(|| info.malformed("reaches beyond the end of the file"))?;
         let start = header.data_offset + info.offset;
         ranges.push(start..start + length);
-    }
-    let unused = data_bytes.unwrap_or(0) - data_end;
-    if unused >= header.alignment {
-        let unused = count_text(unused, "byte", "bytes");
-        return Err(match header.tensors.last() {
-            Some(last) => last.malformed(&format!("ends {unused} before the end of the file")),
-            None => malformed(format!("it has no tensors, and {unused} of data")),
-        });
     }
     Ok((header, ranges))
 }

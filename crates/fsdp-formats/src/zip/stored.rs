@@ -2,8 +2,9 @@
 //! read.
 //!
 //! The bytes may come in any order, and from several threads. Each read adds the checksum of those
-//! bytes that no other had read before, and the one after which none is missing compares. So
-//! nothing is read for the sake of the checksum, and a record that is read in part is not checked.
+//! bytes that no other had read before, and the one after which none is missing compares. So a
+//! record that is read in part is not checked. Only a conversion reads the rest of one of which at
+//! least half was read.
 
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock};

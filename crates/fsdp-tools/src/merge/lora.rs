@@ -204,7 +204,7 @@ pub(super) fn check_same_scales(adapters: &[&dyn Checkpoint]) -> Result<(), File
             continue;
         };
         for name in SCALE_SETTINGS {
-            if settings[name] != first_settings[name] {
+            if normalized(&settings[name]) != normalized(&first_settings[name]) {
                 return Err(FileError::Merge {
                     reason: format!(
                         "the adapters `{}` and `{}` have other settings of `{name}`, so an average of their factors has no \
@@ -217,6 +217,24 @@ pub(super) fn check_same_scales(adapters: &[&dyn Checkpoint]) -> Result<(), File
         }
     }
     Ok(())
+}
+
+/// Returns a setting in one form: older versions of PEFT leave out what newer ones write as `false`
+/// or as an empty dict, and a number may be written in two ways.
+fn normalized(setting: &Value) -> Option<Value> {
+    match setting {
+        Value::Null | Value::Bool(false) => None,
+        Value::Object(items) if items.is_empty() => None,
+        Value::Object(items) => {
+            let items = items.iter().map(|(key, value)| {
+                let value = normalized(value).unwrap_or_default();
+                (key.clone(), value)
+            });
+            Some(Value::Object(items.collect()))
+        }
+        Value::Number(number) => Some(number.as_f64().into()),
+        other => Some(other.clone()),
+    }
 }
 
 /// The update of one weight.

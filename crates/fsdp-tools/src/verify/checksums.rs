@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 
 use fsdp_formats::complete::Problem;
-use fsdp_formats::internals::{byte_length, check_expansion, check_records, on_each, tensor_of};
-use fsdp_formats::metadata::{Replica, StorageInfo};
+use fsdp_formats::internals::{check_records, check_transformed, on_each};
+use fsdp_formats::metadata::StorageInfo;
 use fsdp_formats::storage::ReadAt;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::TensorBox;
@@ -18,11 +18,7 @@ impl Verification<'_> {
         let checkpoint = self.checkpoint;
         let items: Vec<_> = checkpoint.metadata().stored().collect();
         let checked = on_each(&items, self.threads, |&(fqn, bounds, stored)| {
-            if stored.transforms.is_empty() {
-                self.check_item(fqn, stored)
-            } else {
-                self.check_transformed_item(fqn, bounds, stored)
-            }
+            self.check_item(fqn, bounds, stored)
         });
         for ((fqn, _, stored), checked) in items.into_iter().zip(checked) {
             if let Err(error) = checked {
@@ -32,44 +28,27 @@ impl Verification<'_> {
     }
 
     /// Checks the checksum of each record of one item.
-    fn check_item(&self, fqn: &str, stored: &StorageInfo) -> Result<(), FileError> {
-        let directory = self.checkpoint.directory();
-        let file = directory.file(&stored.relative_path)?;
-        check_records(&*file, stored, 1, self.progress).map_err(|source| FileError::Item {
-            fqn: fqn.to_owned(),
-            path: directory.path().join(&stored.relative_path),
-            offset: stored.offset,
-            source,
-        })
-    }
-
-    /// Checks the checksums of an item that is no archive in the file, but becomes one when it is
-    /// read: a read compares them.
-    fn check_transformed_item(
+    fn check_item(
         &self,
         fqn: &str,
         bounds: Option<&TensorBox>,
         stored: &StorageInfo,
     ) -> Result<(), FileError> {
-        let replica = Replica {
+        let directory = self.checkpoint.directory();
+        let file = directory.file(&stored.relative_path)?;
+        let checked = if stored.transforms.is_empty() {
+            check_records(&*file, stored, 1, self.progress)
+        } else {
+            let tensor = self.checkpoint.metadata().tensor(fqn);
+            let dtype = tensor.map(|tensor| tensor.properties.dtype);
+            check_transformed(&*file, stored, bounds.zip(dtype))
+        };
+        checked.map_err(|source| FileError::Item {
             fqn: fqn.to_owned(),
-            bounds: bounds.cloned(),
-            stored: stored.clone(),
-        };
-        let read = match bounds {
-            Some(bounds) => {
-                let tensor = tensor_of(self.checkpoint.metadata(), fqn)?;
-                let length = byte_length(bounds, tensor.properties.dtype).unwrap_or(usize::MAX);
-                check_expansion(self.checkpoint, fqn, length as u64)?;
-                self.checkpoint
-                    .read_replica(&replica, bounds, &mut vec![0; length])
-            }
-            None => self.checkpoint.read_value_replica(&replica).map(drop),
-        };
-        match read {
-            Err(error) if error.opaque_type().is_some() => Ok(()),
-            outcome => outcome,
-        }
+            path: directory.path().join(&stored.relative_path),
+            offset: stored.offset,
+            source,
+        })
     }
 
     /// Checks the zip checksums of all files that are archives: of pickles, storages and arrays.

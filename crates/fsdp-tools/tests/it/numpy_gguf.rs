@@ -380,7 +380,7 @@ fn tensors_of_gguf_lie_one_after_the_other() {
         assert!(report.is_ok(), "{tensors:?}: {:?}", report.problems);
         assert_eq!(report.tensors, tensors.len(), "{tensors:?}");
     }
-    let damaged: [(Data<'_>, &str); 11] = [
+    let damaged: [(Data<'_>, &str); 9] = [
         ((32, &[("a", 4, 7)], 64), "`a` begins at byte 7"),
         (
             (32, &[("a", 16, 0), ("b", 8, 68)], 100),
@@ -412,12 +412,6 @@ fn tensors_of_gguf_lie_one_after_the_other() {
             (32, &[("a", 8, 0), ("b", 16, 32)], 64),
             "`b` reaches beyond the end of the file",
         ),
-        // Bytes that were inserted before the data, and a list that is too short.
-        (
-            (32, &[("a", 16, 0)], 128),
-            "`a` ends 64 bytes before the end of the file",
-        ),
-        ((32, &[], 64), "no tensors, and 64 bytes of data"),
     ];
     for ((alignment, tensors, data_bytes), words) in damaged {
         std::fs::write(&path, gguf_of(alignment, tensors, data_bytes)).unwrap();

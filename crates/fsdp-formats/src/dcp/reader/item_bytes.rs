@@ -2,14 +2,16 @@
 
 use std::io::Read as _;
 
-use fsdp_layout::PlainValue;
+use fsdp_layout::{DType, PlainValue, TensorBox};
 
+use super::chunk_item::max_item_bytes;
+use crate::budget::Budget;
 use crate::error::FormatError;
-use crate::limits::{MAX_OBJECT_BYTES, check_limit};
+use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR, check_limit};
 use crate::metadata::StorageInfo;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::torch::value::quantizer_of;
-use crate::zip::Directory;
+use crate::zip::{Directory, check_records_in_memory};
 
 /// Reads how the tensor in an item of at most `max_bytes` bytes is quantized; `None` if it is not.
 pub(super) fn read_quantizer(
@@ -40,6 +42,21 @@ pub(super) fn read_item<T>(
     } else {
         read(&read_item_bytes(file, stored, max_bytes)?)
     }
+}
+
+/// Checks the checksum of each record of a transformed item, which is an archive once its
+/// transforms are undone: that of a box of a tensor of this dtype, or of a value.
+pub fn check_transformed(
+    file: &dyn ReadAt,
+    stored: &StorageInfo,
+    tensor: Option<(&TensorBox, DType)>,
+) -> Result<(), FormatError> {
+    let max_bytes = match tensor {
+        Some((bounds, dtype)) => max_item_bytes(bounds, dtype),
+        // As much as a value of this length may become when it is read.
+        None => Budget::new(stored.length, PICKLE_FACTOR).left() / 2,
+    };
+    check_records_in_memory(&read_item_bytes(file, stored, max_bytes)?)
 }
 
 /// Reads all bytes of an item, and undoes its stream transforms, after which it may have at most

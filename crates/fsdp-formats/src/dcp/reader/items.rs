@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use fsdp_layout::DType;
 
-use super::CheckpointReader;
 use super::chunk_item::{ChunkItem, max_item_bytes};
 use super::item_bytes::{read_item, read_item_bytes};
+use super::{CheckpointReader, PayloadRecord};
 use crate::budget::Budget;
 use crate::dcp::item::{KnownItem, StoredTensor, lay_out_tensor};
 use crate::error::{FileError, FormatError};
@@ -20,7 +20,7 @@ use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::lock;
 use crate::torch::tensor_ref::TensorRef;
-use crate::zip::{Directory, Stored, check_records_in_memory};
+use crate::zip::{Record, Stored, check_records_in_memory};
 
 /// The length up to which items are read whole, in one go.
 const SMALL_ITEM_BYTES: u64 = 64 << 10;
@@ -33,6 +33,8 @@ pub(super) struct LocatedTensor {
     /// The start of the item in the source.
     pub(super) item_start: u64,
     pub(super) tensor: StoredTensor,
+    /// The record of its storage, if its checksum is to be compared and the item lies in the file.
+    pub(super) record: Option<Record>,
 }
 
 /// The source of the bytes of an item.
@@ -111,14 +113,22 @@ impl CheckpointReader {
                 tensor,
                 source: ItemSource::Memory(bytes),
                 item_start: 0,
+                record: None,
             });
         }
         let known_item = self.known_item(dtype, &bounds.sizes, stored.length);
         let window = Window::new(&**file, stored.offset, stored.length)?;
+        let (tensor, record) = if self.checks_records {
+            StoredTensor::locate_with_record(&window, known_item.as_deref())?
+        } else {
+            let tensor = StoredTensor::locate_known(&window, known_item.as_deref())?;
+            (tensor, None)
+        };
         Ok(LocatedTensor {
-            tensor: StoredTensor::locate_known(&window, known_item.as_deref())?,
+            tensor,
             source: ItemSource::File(file.clone()),
             item_start: stored.offset,
+            record,
         })
     }
 
@@ -138,36 +148,25 @@ impl CheckpointReader {
         item.clone().filter(|item| item.length == length)
     }
 
-    /// Returns the record with the payload of an item that lies in a file, so that its checksum is
-    /// compared; `None` if that need not be, or if the item has none.
+    /// Returns the record with the payload of an item, so that its checksum is compared; `None` if
+    /// that need not be, or if the item has none.
     pub(super) fn record_to_check(
         &self,
         item: ChunkItem<'_>,
         located: &LocatedTensor,
     ) -> Option<Arc<Stored>> {
-        let ItemSource::File(file) = &located.source else {
-            return None;
-        };
-        if !self.checks_records {
-            return None;
-        }
-        let StorageInfo { offset, length, .. } = *item.stored;
-        let place = (item.stored.relative_path.clone(), offset);
-        if let Some(record) = lock(&self.records).get(&place) {
-            return record.clone();
-        }
-        let find = || {
-            let archive = Directory::read(&Window::new(&**file, offset, length).ok()?).ok()?;
-            let StoredTensor {
-                tensor,
-                storage_offset,
-            } = &located.tensor;
-            let record = archive.records.get(&format!("data/{}", tensor.storage))?;
-            Some(Arc::new(Stored::new(offset + storage_offset, record)))
-        };
-        let record = find();
-        // Another thread may have been faster. Then its record knows what was read already.
-        lock(&self.records).entry(place).or_insert(record).clone()
+        let record = located.record.as_ref()?;
+        let place = (item.stored.relative_path.clone(), item.stored.offset);
+        let mut records = lock(&self.records);
+        let known = records.entry(place).or_insert_with(|| PayloadRecord {
+            fqn: item.fqn.to_owned(),
+            item: item.stored.clone(),
+            record: Arc::new(Stored::new(
+                located.item_start + located.tensor.storage_offset,
+                record,
+            )),
+        });
+        Some(Arc::clone(&known.record))
     }
 
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends
@@ -183,6 +182,7 @@ impl CheckpointReader {
         Some(LocatedTensor {
             source: ItemSource::File(file.clone()),
             item_start: stored.offset,
+            record: None,
             tensor: StoredTensor {
                 tensor: TensorRef::row_major(
                     fqn.to_owned(),

@@ -5,7 +5,7 @@ mod item_bytes;
 mod items;
 mod read;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -27,6 +27,7 @@ use crate::torch::value::{
 };
 
 use self::chunk_item::{ChunkItem, max_item_bytes};
+pub use self::item_bytes::check_transformed;
 use self::item_bytes::{read_item_bytes, read_quantizer};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::lookup::{check_replica, find_value, tensor_of};
@@ -45,9 +46,16 @@ type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
 /// none.
 type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
 
-/// The records with the payloads of items, by file and offset of the item; `None` where the item is
-/// no archive.
-type Records = HashMap<(String, u64), Option<Arc<Stored>>>;
+/// The records with the payloads of items, by file and offset of the item.
+type Records = BTreeMap<(String, u64), PayloadRecord>;
+
+/// The record with the payload of an item, and the item, for messages.
+#[derive(Debug, Clone)]
+struct PayloadRecord {
+    fqn: String,
+    item: StorageInfo,
+    record: Arc<Stored>,
+}
 
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
@@ -240,13 +248,9 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn check_elements_read(&self) -> Result<(), FileError> {
-        let records: Vec<_> = lock(&self.records).clone().into_iter().collect();
-        for ((name, _), record) in records {
-            let file = self.directory.file(&name)?;
-            if let Some(record) = record {
-                let outcome = record.read_rest(&*file);
-                outcome.map_err(|source| self.directory.file_error(&name, source))?;
-            }
+        let records: Vec<PayloadRecord> = lock(&self.records).values().cloned().collect();
+        for PayloadRecord { fqn, item, record } in &records {
+            self.read_from_file(fqn, item, |file| record.read_rest(&**file))?;
         }
         Ok(())
     }
