@@ -100,7 +100,7 @@ impl NewFile<'_> {
     /// at all.
     ///
     /// # Errors
-    /// Those of [`Self::write`], and of the function.
+    /// The errors of [`Self::write`], and those of `write_all`.
     pub(crate) fn write_with(
         &self,
         length: u64,

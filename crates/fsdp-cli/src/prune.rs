@@ -93,8 +93,8 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         )
     );
     let mut first_error = None;
-    // What earlier removals have left goes first. What a removal below leaves stays for the next
-    // call.
+    // Leftovers of earlier removals are removed first. Leftovers of the removals below stay for the
+    // next call.
     let mut leftovers = Vec::new();
     if arguments.yes
         && let Some(last) = checkpoints.last()

@@ -70,7 +70,8 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     if signature.exists()? {
         check_replaceable(&signature, arguments.overwrite)?;
     }
-    // What a killed command has left in the directory of the checkpoint must not be signed.
+    // A killed command may have left a temporary file in the checkpoint's directory, which must not
+    // be signed.
     storage::clean_stale(&signature)?;
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.

@@ -29,7 +29,7 @@ impl OptimizerName {
     /// Makes the optimizer of a model.
     ///
     /// # Errors
-    /// Those of the library.
+    /// The errors of [`Optimizer::new`] and [`Optimizer::with_groups`].
     pub(super) fn make(self, lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> {
         let algorithm = match self {
             OptimizerName::Muon => return with_muon(lr, parameters),

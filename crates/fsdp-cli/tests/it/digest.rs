@@ -303,7 +303,7 @@ fn a_damaged_source_is_not_cast_mapped_or_merged() {
             assert!(!Path::new(&destination).exists(), "{command} {to}");
         }
     }
-    // What is left out need not be right.
+    // Damage to a tensor that is left out does not matter.
     let listed = fsdp(&["verify", &changed, "--level", "deep", "--json"])
         .assert()
         .code(10)

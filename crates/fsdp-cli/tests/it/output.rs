@@ -306,7 +306,7 @@ fn what_a_report_has_found_is_told_by_the_exit_code_even_if_stdout_is_full() {
             Some(i32::from(code)),
             "{arguments:?}: {talk}"
         );
-        // What was not printed is told too.
+        // A warning tells that the report was not printed.
         assert!(
             talk.contains("warning: failed to write to stdout"),
             "{arguments:?}: {talk}"
