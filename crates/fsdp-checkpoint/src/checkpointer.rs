@@ -272,10 +272,10 @@ impl Checkpointer {
         if self.run.exists()? {
             listed = list_with_lost(&self.run)?;
         }
-        let on_disk = newest_of(&listed);
+        let on_disk = newest_checkpoint_position(&listed);
         let memory_tier = self.memory_tier.as_ref();
         let in_memory = memory_tier.and_then(MemoryTier::newest_on_host);
-        let newest = newer(on_disk.as_ref(), in_memory);
+        let newest = newer_of_disk_and_memory(on_disk.as_ref(), in_memory);
         let Some((newest_branch, newest_step)) = newest else {
             let branch = loaded.map(|(branch, _)| branch.clone());
             return Ok((branch.unwrap_or_default(), None));
@@ -324,7 +324,8 @@ impl Checkpointer {
             return Ok((branch, None));
         }
         listed.retain(|found| !self.damaged.contains(&found.checkpoint.path));
-        let newest_to_stay = newer(newest_of(&listed).as_ref(), in_memory);
+        let newest_to_stay =
+            newer_of_disk_and_memory(newest_checkpoint_position(&listed).as_ref(), in_memory);
         let left = newest_to_stay.filter(|(newest, step)| !branch.continues(newest, *step));
         Ok((branch, left.map(|(_, step)| step)))
     }
@@ -902,7 +903,7 @@ impl Drop for Checkpointer {
 ///
 /// A checkpoint that has lost its `.metadata` counts only if its branch is later than those of all
 /// others. Otherwise the run stays on the branch of the others, and gets to that step again.
-fn newest_of(listed: &[CheckpointOnBranch]) -> Option<(Branch, u64)> {
+fn newest_checkpoint_position(listed: &[CheckpointOnBranch]) -> Option<(Branch, u64)> {
     let committed = listed.iter().rev().find(|found| !found.is_lost)?;
     let newest = listed
         .iter()
@@ -913,7 +914,10 @@ fn newest_of(listed: &[CheckpointOnBranch]) -> Option<(Branch, u64)> {
 
 /// Returns the branch and the step of the newer one of two states of a run: its newest checkpoint,
 /// and its newest step in the memory tier.
-fn newer(on_disk: Option<&(Branch, u64)>, in_memory: Option<RunPosition>) -> Option<(Branch, u64)> {
+fn newer_of_disk_and_memory(
+    on_disk: Option<&(Branch, u64)>,
+    in_memory: Option<RunPosition>,
+) -> Option<(Branch, u64)> {
     match (on_disk, in_memory) {
         (Some((branch, disk_step)), Some(position)) if branch.number == position.branch => {
             Some((branch.clone(), position.step.max(*disk_step)))

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use fsdp_digest::Sum;
+use fsdp_digest::{Digest, Sum};
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, stream};
 use fsdp_formats::internals::{Layer, LayerView, Origin, tensor_of, wrong_box};
@@ -75,7 +75,7 @@ impl Layer for Compared<'_> {
                 continue;
             }
             // Only a part of the tensor may have been read, or a part twice.
-            if recorded != Some(sum_of_tensor(source, fqn)?.finish(dtype, &tensor.shape)) {
+            if recorded != Some(digest_tensor(source, fqn)?) {
                 names.push(fqn.clone());
             }
         }
@@ -89,11 +89,12 @@ impl Layer for Compared<'_> {
     }
 }
 
-/// Returns the sum over all elements of a tensor.
-fn sum_of_tensor(checkpoint: &dyn Checkpoint, fqn: &str) -> Result<Sum, FileError> {
+/// Returns the digest of a tensor, which is read a piece at a time.
+pub(crate) fn digest_tensor(checkpoint: &dyn Checkpoint, fqn: &str) -> Result<Digest, FileError> {
     let tensor = tensor_of(checkpoint.metadata(), fqn)?;
+    let dtype = tensor.properties.dtype;
     let whole = TensorBox::whole(&tensor.shape);
-    let length = whole.numel() as u64 * tensor.properties.dtype.size_in_bytes();
+    let length = whole.numel() as u64 * dtype.size_in_bytes();
     let mut sum = Sum::default();
     let mut offset = 0;
     stream::<FileError>(checkpoint, fqn, &whole, 0..length, &mut |bytes| {
@@ -101,5 +102,5 @@ fn sum_of_tensor(checkpoint: &dyn Checkpoint, fqn: &str) -> Result<Sum, FileErro
         offset += bytes.len() as u64;
         Ok(())
     })?;
-    Ok(sum)
+    Ok(sum.finish(dtype, &tensor.shape))
 }

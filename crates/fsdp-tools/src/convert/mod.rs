@@ -52,6 +52,7 @@ use crate::elements::saturating_bytes;
 pub use self::cast::Cast;
 pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Optimizers};
 pub use self::compared::Compared;
+pub(crate) use self::compared::digest_tensor;
 pub use self::config::ConfigEdits;
 pub use self::dequantize::Dequantized;
 pub(crate) use self::names::{NamesInValues, NewKeysOf};

@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
-use fsdp_digest::{Digest, Sum};
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, stream};
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{check_expansion, read_whole, tensor_of};
 use fsdp_formats::storage::{CheckedDirectory, ReadAt as _};
-use fsdp_layout::TensorBox;
 use serde_json::Value;
+
+use crate::convert::digest_tensor;
+use crate::elements::saturating_bytes;
 
 /// The file with the configuration of a base model.
 const CONFIG_FILE: &str = "config.json";
@@ -243,22 +244,10 @@ pub(super) fn are_equal(
     first: &str,
     second: &str,
 ) -> Result<bool, FileError> {
+    for fqn in [first, second] {
+        let tensor = tensor_of(checkpoint.metadata(), fqn)?;
+        let length = saturating_bytes(&tensor.shape, tensor.properties.dtype);
+        check_expansion(checkpoint, fqn, length)?;
+    }
     Ok(digest_tensor(checkpoint, first)? == digest_tensor(checkpoint, second)?)
-}
-
-/// Returns the digest of a tensor, which is read a piece at a time.
-fn digest_tensor(checkpoint: &dyn Checkpoint, fqn: &str) -> Result<Digest, FileError> {
-    let tensor = tensor_of(checkpoint.metadata(), fqn)?;
-    let dtype = tensor.properties.dtype;
-    let whole = TensorBox::whole(&tensor.shape);
-    let length = whole.numel() as u64 * dtype.size_in_bytes();
-    check_expansion(checkpoint, fqn, length)?;
-    let mut sum = Sum::default();
-    let mut offset = 0;
-    stream::<FileError>(checkpoint, fqn, &whole, 0..length, &mut |bytes| {
-        sum.add_bytes(offset, bytes);
-        offset += bytes.len() as u64;
-        Ok(())
-    })?;
-    Ok(sum.finish(dtype, &tensor.shape))
 }
