@@ -34,12 +34,12 @@ pub(crate) const MESSAGE_BYTES: usize = 32;
 
 impl Ballot {
     /// Creates the ballot of one rank. `call` must be the same on all ranks.
-    pub(crate) fn new(call: &impl Serialize) -> Result<Ballot, String> {
-        let digest = Sha256::digest(wire::encode(call)?);
-        Ok(Ballot {
+    pub(crate) fn new(call: &impl Serialize) -> Ballot {
+        let digest = Sha256::digest(wire::encode_plain(call));
+        Ballot {
             hash: u128::from_le_bytes(std::array::from_fn(|at| digest[at])),
             ..Ballot::blank()
-        })
+        }
     }
 
     /// Returns a ballot for a round in which nothing is compared.
@@ -67,12 +67,6 @@ impl Ballot {
     /// Returns `true` if all ranks make the same call, and none has an error.
     pub(crate) fn is_unanimous(self) -> bool {
         !self.differs && self.failed_rank == NO_RANK
-    }
-
-    /// Returns the hash of what must be the same on all ranks.
-    #[cfg(feature = "nccl")]
-    pub(crate) const fn hash(self) -> u128 {
-        self.hash
     }
 
     /// Returns the ballot as other ranks read it.
@@ -138,7 +132,7 @@ mod tests {
 
     #[test]
     fn ranks_are_unanimous_if_all_calls_are_the_same_and_none_has_failed() {
-        let [call, same, other] = ["a", "a", "b"].map(|call| Ballot::new(&call).unwrap());
+        let [call, same, other] = ["a", "a", "b"].map(|call| Ballot::new(&call));
         assert!(call.merge(same).is_unanimous());
         assert!(!call.merge(other).is_unanimous());
         // A third rank that makes the first call again does not hide the difference.

@@ -165,10 +165,8 @@ impl DeviceGroup<'_> {
 
     /// Returns a hash of the calls on GPU memory that this rank has made on the group since
     /// [`begin_step`](Self::begin_step): the same on ranks that have made the same calls.
-    ///
-    /// # Errors
-    /// Calls that cannot be encoded.
-    pub fn calls_hash(&self) -> Result<u64, CommError> {
+    #[must_use]
+    pub fn calls_hash(&self) -> u64 {
         self.group.calls_hash()
     }
 

@@ -3,7 +3,6 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -45,7 +44,8 @@ pub struct ProcessGroup {
 struct SharedGroup {
     backend: Arc<dyn Backend>,
     progress: Mutex<Progress>,
-    totals: Arc<RankTotals>,
+    /// The traffic of this rank, which all its groups count together.
+    traffic: Arc<Mutex<Traffic>>,
 }
 
 /// The progress of a group on this rank.
@@ -62,14 +62,6 @@ struct Progress {
     calls: CallOrder,
     /// The numbers of the groups to which this one was shrunk.
     shrunk: HashSet<u64>,
-}
-
-/// The numbers of a rank that all its groups share.
-#[derive(Debug, Default)]
-struct RankTotals {
-    traffic: Mutex<Traffic>,
-    /// The numbers that this rank has proposed for new groups so far.
-    group_numbers: AtomicU64,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -95,7 +87,7 @@ impl ProcessGroup {
             shared: Arc::new(SharedGroup {
                 backend,
                 progress: Mutex::default(),
-                totals: Arc::default(),
+                traffic: Arc::default(),
             }),
             timeout,
             label: None,
@@ -106,7 +98,7 @@ impl ProcessGroup {
     /// Returns this rank, from 0.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.shared.backend.members().rank
+        self.members().rank
     }
 
     /// Returns the number of ranks.
@@ -118,7 +110,7 @@ impl ProcessGroup {
     /// Returns the global rank of each rank of this group: `0..world_size` except in a sub-group.
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
-        &self.shared.backend.members().global_ranks
+        &self.members().global_ranks
     }
 
     /// Returns the number of ranks of the job that run on this rank's host, itself included, also
@@ -173,7 +165,7 @@ impl ProcessGroup {
     /// Returns the traffic of this rank so far, over all its groups.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
-        lock(&self.shared.totals.traffic).clone()
+        lock(&self.shared.traffic).clone()
     }
 
     /// Waits until every rank has called this.
@@ -232,7 +224,7 @@ impl ProcessGroup {
             shared: Arc::new(SharedGroup {
                 backend,
                 progress: Mutex::default(),
-                totals: Arc::clone(&self.shared.totals),
+                traffic: Arc::clone(&self.shared.traffic),
             }),
             timeout: self.timeout,
             label: None,
@@ -240,9 +232,9 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns the number of the group, which no other group of the job has.
-    pub(crate) fn number(&self) -> u64 {
-        self.shared.backend.members().id
+    /// Returns the ranks of the group.
+    pub(crate) fn members(&self) -> &Members {
+        self.shared.backend.members()
     }
 
     /// Returns this rank's number in the group of all ranks.
@@ -275,7 +267,7 @@ impl ProcessGroup {
             call.label = self.label.as_deref().map(bounded);
         }
         progress.sequence += 1;
-        *lock(&self.shared.totals.traffic)
+        *lock(&self.shared.traffic)
             .collectives
             .entry(call.operation)
             .or_default() += 1;
@@ -334,26 +326,20 @@ enum Agreement {
 }
 
 impl Turn<'_> {
-    /// Returns a number that this rank proposes for no other group.
-    pub(crate) fn next_group_number(&self) -> u64 {
-        let numbers = &self.group.shared.totals.group_numbers;
-        // The number 0 is that of the group of all ranks.
-        1 + numbers.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Creates a group of some ranks of this one, with the same deadline.
-    pub(crate) fn create_subgroup(&self, members: Members) -> Result<ProcessGroup, CommError> {
+    /// Creates the group of `members`, which are ranks of this one, with the same deadline. A rank
+    /// that is in none of the groups that are created at once passes `None`, and does its part.
+    pub(crate) fn create_subgroup(
+        &self,
+        members: Option<Members>,
+    ) -> Result<Option<ProcessGroup>, CommError> {
         let backend = &self.group.shared.backend;
-        let created = backend.subgroup(&self.current_round(), members);
+        let round = self.current_round();
+        let created = match members {
+            Some(members) => backend.subgroup(&round, members).map(Some),
+            None => backend.without_subgroup(&round).map(|()| None),
+        };
         let backend = blame::record(self.group.global_rank(), created)?;
-        Ok(self.group.with_backend(backend))
-    }
-
-    /// Does this rank's part in the creation of a group that it is not in.
-    pub(crate) fn stay_outside(&self) -> Result<(), CommError> {
-        let backend = &self.group.shared.backend;
-        let outcome = backend.without_subgroup(&self.current_round());
-        blame::record(self.group.global_rank(), outcome)
+        Ok(backend.map(|backend| self.group.with_backend(backend)))
     }
 
     /// Returns the last round that has begun.
@@ -373,7 +359,7 @@ impl Turn<'_> {
     fn begin_round(&mut self) {
         self.progress.rounds += 1;
         let has_others = self.group.world_size() > 1;
-        lock(&self.group.shared.totals.traffic).agreements += u64::from(has_others);
+        lock(&self.group.shared.traffic).agreements += u64::from(has_others);
     }
 
     /// Carries out a round in which no bytes move: all ranks compare their calls.
@@ -395,10 +381,10 @@ impl Turn<'_> {
         plan: impl FnOnce(&[Attachment<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
         self.begin_round();
-        let totals = &self.group.shared.totals;
+        let traffic = &self.group.shared.traffic;
         let Members {
             rank, global_ranks, ..
-        } = self.group.shared.backend.members();
+        } = self.group.members();
         let call = &self.call;
         let is_inline = send.len() <= INLINE_BYTES;
         let attachment = Attachment {
@@ -408,7 +394,7 @@ impl Turn<'_> {
         let encoded = attachment.encode();
         let ballot = Ballot {
             is_partial: !is_inline,
-            ..own_ballot(call, fault.as_ref(), *rank)?
+            ..own_ballot(call, fault.as_ref(), *rank)
         };
         let vote = Vote {
             ballot,
@@ -429,7 +415,7 @@ impl Turn<'_> {
                 return Ok(None);
             };
             let (sent, received) = plan.moved_bytes(*rank);
-            lock(&totals.traffic).record_payload(call.dtype.is_some(), sent, received);
+            lock(traffic).record_payload(call.dtype.is_some(), sent, received);
             if tally.ballot.is_partial {
                 return Ok(Some(plan));
             }
@@ -455,7 +441,7 @@ impl Turn<'_> {
     /// of all ranks. All ranks call this after a vote in which they were not unanimous.
     fn show_records(&self, fault: Option<Fault>) -> Result<(), CommError> {
         let name = self.call.name();
-        let encoded = encode_record(&self.call, fault)?;
+        let encoded = encode_record(&self.call, fault);
         let vote = Vote {
             ballot: Ballot::blank(),
             attachment: &encoded,
@@ -481,7 +467,7 @@ impl Turn<'_> {
         let others = self.group.world_size() - 1;
         let planner = Box::new(|tally: &Tally| {
             let sent_bytes = tally.sent_ballots * MESSAGE_BYTES + control_bytes * others;
-            lock(&shared.totals.traffic).control_bytes_sent += sent_bytes as u64;
+            lock(&shared.traffic).control_bytes_sent += sent_bytes as u64;
             plan(tally)
         });
         shared.backend.round(&round, vote, send, planner)
@@ -518,9 +504,8 @@ impl Turn<'_> {
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
     /// Returns a hash of the calls on GPU memory in this step so far.
-    pub(crate) fn calls_hash(&self) -> Result<u64, CommError> {
-        let hash = lock(&self.shared.progress).calls.hash();
-        hash.map_err(|message| CommError::object("calls_hash", "encode", message))
+    pub(crate) fn calls_hash(&self) -> u64 {
+        lock(&self.shared.progress).calls.hash()
     }
 
     /// Begins a step: see [`DeviceGroup::begin_step`](crate::device::DeviceGroup::begin_step).
@@ -555,10 +540,7 @@ impl Turn<'_> {
             self.votes_by_message = self.progress.calls.is_followed();
             return Ok(());
         }
-        let recorded = self.progress.calls.record(&self.call);
-        let expectation =
-            recorded.map_err(|message| CommError::object(self.call.name(), "encode", message))?;
-        match (expectation, fault) {
+        match (self.progress.calls.record(&self.call), fault) {
             (Expectation::Unknown, _) => return Ok(()),
             (Expectation::Expected, None) => {
                 self.agreement = Agreement::LeftOut;
@@ -602,34 +584,27 @@ impl Turn<'_> {
         (sent, received): (usize, usize),
         queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
     ) -> Result<R, CommError> {
-        lock(&self.group.shared.totals.traffic).record_payload(true, sent, received);
+        lock(&self.group.shared.traffic).record_payload(true, sent, received);
         let outcome = queue(&self.current_round(), &self.call);
         self.end_round(outcome)
     }
 }
 
 /// Returns the ballot of a rank of the group for a call.
-pub(crate) fn own_ballot(
-    call: &Call,
-    fault: Option<&Fault>,
-    rank: usize,
-) -> Result<Ballot, CommError> {
-    let agreed_call =
-        Ballot::new(call).map_err(|message| CommError::object(call.name(), "encode", message))?;
-    Ok(Ballot {
+pub(crate) fn own_ballot(call: &Call, fault: Option<&Fault>, rank: usize) -> Ballot {
+    Ballot {
         // A group has far fewer ranks than this type has numbers.
         failed_rank: fault.map_or(NO_RANK, |_| rank as u32),
-        ..agreed_call
-    })
+        ..Ballot::new(call)
+    }
 }
 
 /// Returns the record of a rank, as it shows it to others after a vote that was not unanimous.
-pub(crate) fn encode_record(call: &Call, fault: Option<Fault>) -> Result<Vec<u8>, CommError> {
-    let record = Record {
+pub(crate) fn encode_record(call: &Call, fault: Option<Fault>) -> Vec<u8> {
+    wire::encode_plain(&Record {
         call: call.clone(),
         fault,
-    };
-    wire::encode(&record).map_err(|message| CommError::object(call.name(), "encode", message))
+    })
 }
 
 /// Returns the error of ranks that are not unanimous. The attachments in `tally` are the records of

@@ -174,7 +174,7 @@ impl<'a> Attachment<'a> {
         if self.numbers.is_empty() && self.payload.is_empty() {
             return Vec::new();
         }
-        let numbers = wire::encode(&self.numbers).expect("numbers can be encoded");
+        let numbers = wire::encode_plain(&self.numbers);
         [&numbers, self.payload].concat()
     }
 

@@ -1,11 +1,10 @@
 //! Groups of some ranks of a group.
 
 use fsdp_layout::DeviceMesh;
-use sha2::{Digest as _, Sha256};
 
 use crate::backend::Members;
+use crate::ballot::Ballot;
 use crate::collectives::check;
-use crate::environment::MAX_WORLD_SIZE;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
 use crate::record::{Call, Operation};
@@ -118,32 +117,27 @@ impl ProcessGroup {
         let remaining: Vec<usize> = (0..rank_count)
             .filter(|rank| !excluded.contains(rank))
             .collect();
-        let rank = remaining.iter().position(|&rank| rank == self.rank());
-        let global_ranks: Vec<usize> = remaining
-            .iter()
-            .map(|&rank| self.global_ranks()[rank])
-            .collect();
-        self.create_shrunk(Members {
-            id: shrunk_group_number(self.number(), &global_ranks),
+        let members = self.members_of(&remaining, None);
+        self.create_shrunk(members.expect("this rank is not excluded"))
+    }
+
+    /// Returns the members of the group of `ranks` of this one; `None` if this rank is not in it.
+    /// `operation` is the number of the operation that creates it, unless that is a shrink, which
+    /// is no operation of this group.
+    ///
+    /// No two groups of a job may have the same number, and the ranks of one must agree on it
+    /// without a message. So it is a hash of all that tells a group from others. The highest bit
+    /// tells it from the group of all ranks, whose number is 0.
+    fn members_of(&self, ranks: &[usize], operation: Option<u64>) -> Option<Members> {
+        let global_ranks = ranks.iter().map(|&rank| self.global_ranks()[rank]);
+        let global_ranks: Vec<usize> = global_ranks.collect();
+        let identity = (self.members().id, operation, &global_ranks);
+        Some(Members {
+            id: Ballot::new(&identity).hash as u64 | 1 << 63,
+            rank: ranks.iter().position(|&rank| rank == self.rank())?,
             global_ranks,
-            rank: rank.expect("this rank is not excluded"),
         })
     }
-}
-
-/// Returns the number of the group of those `ranks` that remain of a group. No messages are needed
-/// to agree on it, and ranks that think that others remain come to another number. The highest bit
-/// tells it from the numbers that ranks choose.
-fn shrunk_group_number(group: u64, ranks: &[usize]) -> u64 {
-    let mut hash = Sha256::new_with_prefix(group.to_le_bytes());
-    for &rank in ranks {
-        hash.update((rank as u64).to_le_bytes());
-    }
-    let digest: [u8; 32] = hash.finalize().into();
-    let first = digest
-        .first_chunk()
-        .expect("a digest has more than 8 bytes");
-    u64::from_le_bytes(*first) | 1 << 63
 }
 
 impl Turn<'_> {
@@ -151,32 +145,7 @@ impl Turn<'_> {
     /// ranks of the present group call this, with the same ranks or with ranks of groups that have
     /// no rank in common. Takes one round. Returns `None` on a rank that is not in `ranks`.
     fn create_group(&mut self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {
-        // No two groups of a job may have the same number. So the first rank of a group chooses it:
-        // a number that it has not chosen before, followed by the 16 bits of its own rank.
-        let first_rank = ranks[0];
-        let global_rank = self.group.global_ranks()[first_rank];
-        let name = self.call.name().to_owned();
-        let proposed_number = self.next_group_number();
-        let mut chosen_number = 0;
-        self.round(None, vec![proposed_number], &[], |attachments| {
-            chosen_number = *attachments[first_rank].numbers.first().ok_or_else(|| {
-                let message = format!("rank {global_rank} has chosen no number for a group");
-                CommError::object(&name, "decode", message)
-            })?;
-            Ok(None)
-        })?;
-        let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {
-            self.stay_outside()?;
-            return Ok(None);
-        };
-        let members = Members {
-            id: chosen_number << MAX_WORLD_SIZE.ilog2() | global_rank as u64,
-            global_ranks: ranks
-                .iter()
-                .map(|&rank| self.group.global_ranks()[rank])
-                .collect(),
-            rank,
-        };
-        self.create_subgroup(members).map(Some)
+        self.synchronize()?;
+        self.create_subgroup(self.group.members_of(ranks, Some(self.call.sequence)))
     }
 }

@@ -15,12 +15,17 @@ const CONFIGURATION: Configuration<LittleEndian, Fixint, Limit<MAX_BYTES>> =
         .with_fixed_int_encoding()
         .with_limit::<MAX_BYTES>();
 
-/// Encodes a value.
+/// Encodes a value of any type, of which the type decides whether it can be encoded.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     bincode::serde::encode_to_vec(value, CONFIGURATION).map_err(|error| match error {
         EncodeError::OtherString(message) => message,
         error => error.to_string(),
     })
+}
+
+/// Encodes a value of this crate, whose parts are numbers, texts and lists.
+pub(crate) fn encode_plain<T: Serialize>(value: &T) -> Vec<u8> {
+    encode(value).expect("numbers, texts and lists of them can be encoded")
 }
 
 /// Decodes a value that takes up all of `bytes`.

@@ -428,7 +428,7 @@ fn expect_three_calls(group: &ProcessGroup) {
     let device = group.device().unwrap();
     device.begin_step(false).unwrap();
     sums(group, 1000, 3).unwrap();
-    let hash = device.calls_hash().unwrap();
+    let hash = device.calls_hash();
     let hashes = group.all_gather_object(&hash).unwrap();
     assert!(hashes.iter().all(|other| *other == hash));
     device.begin_step(true).unwrap();

@@ -68,13 +68,13 @@ pub(super) fn agree(
 ) -> Result<(), CommError> {
     let members = control.members();
     let vote = Vote {
-        ballot: own_ballot(call, fault, members.rank)?,
+        ballot: own_ballot(call, fault, members.rank),
         attachment: &[],
     };
     if control.vote_late(round, &vote)?.ballot.is_unanimous() {
         return Ok(());
     }
-    let encoded = encode_record(call, fault.cloned())?;
+    let encoded = encode_record(call, fault.cloned());
     let vote = Vote {
         ballot: Ballot::blank(),
         attachment: &encoded,

@@ -125,8 +125,7 @@ impl NcclBackend {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let own_id: Option<Result<Vec<u8>, String>> =
             (control.members().rank == 0).then(|| library::unique_id().map(|id| id.0.to_vec()));
-        let record = wire::encode(&own_id).map_err(|message| id_exchange_error(round, message))?;
-        let records = control.exchange_at_setup(round, &record)?;
+        let records = control.exchange_at_setup(round, &wire::encode_plain(&own_id))?;
         let root_id: Option<Result<Vec<u8>, String>> =
             wire::decode(&records[0]).map_err(|message| id_exchange_error(round, message))?;
         let bytes = root_id

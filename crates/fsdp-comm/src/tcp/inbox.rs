@@ -602,9 +602,7 @@ pub(super) fn timeout_error(
 
 /// Returns the body of a frame that tells of an error.
 fn encode_failure(error: &CommError) -> Bytes {
-    wire::encode(error)
-        .expect("texts and numbers can be encoded")
-        .into()
+    wire::encode_plain(error).into()
 }
 
 /// Returns the body of a frame that consists of a rank, a little-endian `u64`.

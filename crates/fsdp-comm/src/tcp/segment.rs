@@ -337,7 +337,7 @@ mod tests {
         let (owner, file) = Segment::create(3).unwrap();
         let reader = Segment::open(std::process::id(), file.as_raw_fd(), 3).unwrap();
         owner.write_attachment(1, b"attachment");
-        let ballot = Ballot::new(&"call").unwrap();
+        let ballot = Ballot::new(&"call");
         owner.write_ballot(1, ballot);
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
         reader

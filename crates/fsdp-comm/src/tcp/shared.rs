@@ -364,13 +364,12 @@ fn exchange<T: Serialize>(
     setup_round: u64,
     message: &T,
 ) -> Result<Vec<Bytes>, CommError> {
-    let encoded = wire::encode(message).expect("a plain message can be encoded");
     member.exchange(
         &Round {
             number: setup_round,
             ..*round
         },
-        &encoded,
+        &wire::encode_plain(message),
     )
 }
 

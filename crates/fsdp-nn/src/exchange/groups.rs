@@ -61,27 +61,18 @@ impl Groups {
 
     /// Returns a hash of the calls on GPU memory in this step. It is the same on all ranks whose
     /// models took the same way.
-    ///
-    /// # Errors
-    /// A call that cannot be encoded.
     #[cfg(feature = "nccl")]
-    pub(crate) fn calls_hash(&self) -> Result<u64> {
-        let mut hash = 0u64;
-        for device in self.device_groups() {
-            // Multiplied, so that it matters which group has made which calls.
-            hash = hash.wrapping_mul(31).wrapping_add(device.calls_hash()?);
-        }
-        Ok(hash)
+    pub(crate) fn calls_hash(&self) -> u64 {
+        // Multiplied, so that it matters which group has made which calls.
+        self.device_groups().fold(0u64, |hash, device| {
+            hash.wrapping_mul(31).wrapping_add(device.calls_hash())
+        })
     }
 
     #[cfg(not(feature = "nccl"))]
-    #[expect(
-        clippy::unnecessary_wraps,
-        clippy::unused_self,
-        reason = "there are calls on GPU memory, which may fail"
-    )]
-    pub(crate) const fn calls_hash(&self) -> Result<u64> {
-        Ok(0)
+    #[expect(clippy::unused_self, reason = "there are calls on GPU memory")]
+    pub(crate) const fn calls_hash(&self) -> u64 {
+        0
     }
 
     /// Begins a step. If `is_same`, the ranks made the same calls on GPU memory in the last one:

@@ -61,7 +61,7 @@ impl ShardedParameters {
             .chain(has_own_gradients.map(u8::from))
             .collect();
         let flag_count = bytes.len();
-        if let Some(hash) = self.calls_hash()? {
+        if let Some(hash) = self.calls_hash() {
             bytes.extend_from_slice(&hash.to_le_bytes());
             bytes.extend_from_slice(&(!hash).to_le_bytes());
         }
@@ -87,19 +87,17 @@ impl ShardedParameters {
 
     /// Returns a hash of the calls on GPU memory since the last backward that compared them; `None`
     /// if the groups move no GPU memory.
-    fn calls_hash(&self) -> Result<Option<u64>> {
+    fn calls_hash(&self) -> Option<u64> {
         if !self.all_groups().any(Groups::moves_gpu_memory) {
-            return Ok(None);
+            return None;
         }
         // A reduction is part of the hash only after the thread of the collectives has called it.
         if let Some(overlap) = &self.overlap {
             overlap.finish_reductions();
         }
-        let mut hash = 0u64;
-        for groups in self.all_groups() {
-            hash = hash.wrapping_mul(31).wrapping_add(groups.calls_hash()?);
-        }
-        Ok(Some(hash))
+        Some(self.all_groups().fold(0u64, |hash, groups| {
+            hash.wrapping_mul(31).wrapping_add(groups.calls_hash())
+        }))
     }
 
     /// Returns what the ranks of this replica have left to reduce of each unit, as bytes;

@@ -74,7 +74,7 @@ fn attachment_of(rank: usize, round: u64, attaches: bool) -> Bytes {
 
 /// Returns the ballot of a rank in a round. Some have failed, each in other rounds.
 fn ballot_of(rank: usize, round: u64) -> Ballot {
-    let ballot = Ballot::new(&round).unwrap();
+    let ballot = Ballot::new(&round);
     match rank ^ round as usize {
         number if number % 7 == 2 => Ballot {
             failed_rank: rank as u32,
