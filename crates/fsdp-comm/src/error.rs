@@ -259,6 +259,16 @@ impl CommError {
         }
     }
 
+    /// Returns the error of a rendezvous that lacks the `missing` ranks. It is not known who came.
+    pub(crate) fn rendezvous(address: &str, missing: &[usize], message: String) -> CommError {
+        CommError::Rendezvous {
+            address: address.to_owned(),
+            joined: Vec::new(),
+            missing: missing.to_vec(),
+            message,
+        }
+    }
+
     /// Returns the error of arguments that are wrong by themselves.
     pub(crate) fn invalid_argument(operation: &str, message: String) -> CommError {
         CommError::InvalidArgument {

@@ -16,7 +16,7 @@ use crate::error::CommError;
 use crate::polling::wait_until;
 use crate::store::{StoreOptions, TcpStore};
 use crate::sync::lock;
-use crate::tcp::{Participant, TcpBackend, TcpOptions};
+use crate::tcp::{Participant, TcpBackend};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
@@ -201,12 +201,10 @@ fn meet(
         rank: world.rank(),
         world_size: world.ranks(),
         address: store.address().to_owned(),
-        key: store.key.clone(),
         timeout,
         deadline,
-        connect_all_up_to: TcpOptions::default().connect_all_up_to,
         // Before it leaves MPI, each rank waits for the goodbyes of all.
-        connects_all: true,
+        connect_all_up_to: usize::MAX,
     };
     Ok((TcpBackend::meet(&participant, store, true)?, ranks_on_host))
 }
@@ -256,8 +254,7 @@ fn open_store(
         let place = store
             .as_ref()
             .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
-        encoded_place =
-            wire::encode(&place.map_err(ToString::to_string)).expect("texts can always be encoded");
+        encoded_place = wire::encode_plain(&place.map_err(ToString::to_string));
         encoded_place.resize(ADDRESS_BYTES, 0);
         hosted = Some(store.map(|(store, _)| store));
     }
@@ -331,10 +328,5 @@ fn unavailable_error(message: String) -> CommError {
 
 /// Returns the error of a rendezvous through MPI, of which it is not known who came.
 fn rendezvous_error(message: String) -> CommError {
-    CommError::Rendezvous {
-        address: "MPI".to_owned(),
-        joined: Vec::new(),
-        missing: Vec::new(),
-        message,
-    }
+    CommError::rendezvous("MPI", &[], message)
 }

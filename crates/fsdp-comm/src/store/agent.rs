@@ -16,9 +16,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::client::{
-    NotJoined, TcpStore, connect_once, connect_until, rendezvous_error, retry_pause,
-};
+use super::client::{NotJoined, TcpStore, connect_once, connect_until, retry_pause};
 use super::listening::{Name, address_in_zone};
 use super::protocol::{StoreOptions, invalid_data_error};
 use crate::access::nonce_text;
@@ -63,18 +61,17 @@ impl TcpStore {
             deadline: timeout,
             ..
         } = options;
+        let failed = |message| CommError::rendezvous(agent, &[], message);
         let mut connection = Agent::connect(agent, deadline_after(timeout), retry_pause(options))
             .map_err(|error| {
-                rendezvous_error(agent, format!(
+                failed(format!(
                     "rank {rank} could not connect to the store of torchrun's agent within {timeout:?}: {error}; \
                      is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
                      if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
                 ))
             })?;
         if rank != 0 {
-            return connection
-                .join(key, options)
-                .map_err(|message| rendezvous_error(agent, message));
+            return connection.join(key, options).map_err(failed);
         }
         let local_ip = connection.local.ip();
         let ip = if one_host {
@@ -87,9 +84,8 @@ impl TcpStore {
         } else {
             local_ip
         };
-        let nonce = nonce_text().map_err(|error| {
-            rendezvous_error(agent, format!("rank 0 found no random number: {error}"))
-        })?;
+        let nonce = nonce_text()
+            .map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
         let store = TcpStore::host(
             &address_in_zone(connection.local, ip, 0).to_string(),
             &options_with_nonce(options, &nonce),
@@ -97,9 +93,9 @@ impl TcpStore {
         let address = store
             .address()
             .parse()
-            .map_err(|_| rendezvous_error(agent, format!("`{}` is no address", store.address())))?;
+            .map_err(|_| failed(format!("`{}` is no address", store.address())))?;
         connection.publish(key, &PublishedAddress { address, nonce }).map_err(|error| {
-            rendezvous_error(agent, format!(
+            failed(format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {timeout:?}: {}; \
                  is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
                 describe_error(&error)

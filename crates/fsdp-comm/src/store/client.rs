@@ -85,20 +85,18 @@ impl TcpStore {
         let StoreOptions {
             rank, world_size, ..
         } = options;
+        let failed =
+            |message: String| CommError::rendezvous(address, &[], format!("rank {rank}{message}"));
         // Each rank keeps a connection to the store open until the job ends.
         open_files::raise_open_file_limit(*world_size)
-            .map_err(|message| rendezvous_error(address, format!("rank {rank}: {message}")))?;
-        let addresses = listening::listening_addresses(address, options).map_err(|error| {
-            rendezvous_error(
-                address,
-                format!("rank {rank} could not listen: {error}; see MASTER_ADDR"),
-            )
-        })?;
+            .map_err(|message| failed(format!(": {message}")))?;
+        let addresses = listening::listening_addresses(address, options)
+            .map_err(|error| failed(format!(" could not listen: {error}; see MASTER_ADDR")))?;
         // An address that strangers reach needs a secret. This is checked before the port is open.
         for socket_address in &addresses {
             options
                 .check_address(socket_address.ip())
-                .map_err(|message| rendezvous_error(address, format!("rank {rank}: {message}")))?;
+                .map_err(|message| failed(format!(": {message}")))?;
         }
         let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
@@ -110,10 +108,7 @@ impl TcpStore {
                 }
                 _ => "",
             };
-            rendezvous_error(
-                address,
-                format!("rank {rank} could not listen: {error}{hint}"),
-            )
+            failed(format!(" could not listen: {error}{hint}"))
         })?;
         // Port 0 stands for any, so the name of the store has the port that the system has chosen.
         let listening_address = server.address();
@@ -390,16 +385,6 @@ impl TcpStore {
     }
 }
 
-/// Returns the error of a rendezvous of which it is not known who came.
-pub(super) fn rendezvous_error(address: &str, message: String) -> CommError {
-    CommError::Rendezvous {
-        address: address.to_owned(),
-        joined: Vec::new(),
-        missing: Vec::new(),
-        message,
-    }
-}
-
 /// Returns a timeout as it is sent to the store.
 fn to_milliseconds(timeout: Duration) -> u64 {
     timeout.min(MAX_TIMEOUT).as_millis() as u64
@@ -409,13 +394,12 @@ fn to_milliseconds(timeout: Duration) -> u64 {
 fn not_joined_error(address: &str, reason: &NotJoined, options: &StoreOptions) -> CommError {
     let message = reason.message(address, options);
     match reason {
-        NotJoined::Lost(_) if options.rank != 0 => CommError::Rendezvous {
-            address: address.to_owned(),
-            joined: Vec::new(),
-            missing: vec![0],
-            message: format!("{message}; is rank 0 running, and is the port open?"),
-        },
-        _ => rendezvous_error(address, message),
+        NotJoined::Lost(_) if options.rank != 0 => CommError::rendezvous(
+            address,
+            &[0],
+            format!("{message}; is rank 0 running, and is the port open?"),
+        ),
+        _ => CommError::rendezvous(address, &[], message),
     }
 }
 

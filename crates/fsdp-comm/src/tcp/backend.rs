@@ -40,8 +40,7 @@ pub struct TcpOptions {
     pub shared_memory: bool,
     /// The size of the largest job in which every two ranks connect at the start; 32 by default. In
     /// a larger job each rank connects to about `2 log2(ranks)` others at the start, and to others
-    /// when it needs to. All ranks of a job must choose the same; [`connect`](Self::connect) checks
-    /// that.
+    /// when it needs to. What rank 0 chooses counts for all ranks of a job.
     pub connect_all_up_to: usize,
     /// A simulated network link before this rank, for tests and benches; none by default.
     pub link: Option<SimulatedLink>,
@@ -63,8 +62,7 @@ impl TcpOptions {
     /// all.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that
-    /// has set `connect_all_up_to` otherwise than rank 0.
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
     pub fn connect(&self, environment: &Environment) -> Result<ProcessGroup, CommError> {
         let mut backend: Arc<dyn Backend> = Arc::new(self.connect_backend(environment)?);
         if let Some(link) = self.link {
@@ -91,11 +89,9 @@ impl TcpOptions {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
-            key: store.key.clone(),
             timeout: self.deadline,
             deadline,
             connect_all_up_to: self.connect_all_up_to,
-            connects_all: environment.world_size <= self.connect_all_up_to,
         };
         TcpBackend::meet(&participant, store, self.shared_memory)
     }

@@ -26,12 +26,11 @@
 use std::collections::HashSet;
 use std::io::{self, BufReader, IoSlice, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::acceptor::AdmittedConnection;
+use super::acceptor::Admitted;
 use super::frame::{self, Frame, Kind, Notice, OutgoingFrame};
 use super::inbox_lock::{Inbox, OFFER_INTERVAL};
 use crate::access::{Hello, Key, Refusal, handshake_as_client};
@@ -140,18 +139,8 @@ impl Links {
     }
 
     /// Takes the connections that other ranks make, until the port is closed.
-    pub(super) fn admit_all(self: &Arc<Self>, connections: Receiver<AdmittedConnection>) {
-        for (stream, hello) in connections {
-            let ranks = self.writers.len();
-            let Some(other_rank) =
-                (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks))
-            else {
-                tracing::warn!(
-                    "refused a connection from a process that claims to be rank {}",
-                    hello.rank
-                );
-                continue;
-            };
+    pub(super) fn admit_all(self: &Arc<Self>, connections: Admitted) {
+        for (stream, other_rank) in connections {
             let links = Arc::clone(self);
             let started = self.spawn(format!("from-rank-{other_rank}"), move || {
                 if let Err(error) = links.admit(other_rank, Arc::new(stream)) {

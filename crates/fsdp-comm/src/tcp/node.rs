@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::acceptor::Acceptor;
+use super::acceptor::Admitted;
 use super::agreement::Next;
 use super::frame::{Kind, OutgoingFrame};
 use super::inbox::{HEARTBEAT_TIMEOUT, InboxState, JOB};
@@ -43,7 +43,7 @@ pub(super) struct Connections {
     /// The connections by rank; `None` for ranks to which there is none.
     pub(super) streams: Vec<Option<TcpStream>>,
     /// The means to make other connections; `None` if every two ranks are connected.
-    pub(super) on_demand: Option<(Directory, Acceptor)>,
+    pub(super) on_demand: Option<(Directory, (Port, Admitted))>,
 }
 
 /// This process in its job. When this is dropped, the process leaves the job.
@@ -75,7 +75,7 @@ impl Node {
         } = connections;
         let ranks = streams.len();
         let mut state = InboxState::new(rank, ranks, timeout, Instant::now());
-        let (directory, acceptor) = on_demand.unzip();
+        let (directory, listening) = on_demand.unzip();
         if directory.is_some() {
             state.open(JOB, &(0..ranks).collect::<Vec<_>>());
         }
@@ -103,8 +103,7 @@ impl Node {
         let notifying = Arc::clone(&node.links);
         let thread = thread::Builder::new().name("notices".to_owned());
         node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
-        if let Some(acceptor) = acceptor {
-            let (port, admitted) = acceptor.split();
+        if let Some((port, admitted)) = listening {
             node.port = Some(port);
             let admitting = Arc::clone(&node.links);
             node.links.spawn("admits".to_owned(), move || {

@@ -15,12 +15,13 @@ use std::collections::HashSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::acceptor::Acceptor;
+use super::acceptor::{Admitted, listen};
 use super::links::Directory;
 use super::node::{Connections, Node};
 use super::schedule::Schedule;
@@ -41,7 +42,8 @@ struct RankAddress {
     port: u16,
     /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
-    /// The size of the largest job in which every two ranks connect at the start.
+    /// The size of the largest job in which every two ranks connect at the start. That of rank 0
+    /// counts.
     connect_all_up_to: usize,
 }
 
@@ -87,14 +89,11 @@ pub(crate) struct Participant {
     pub(crate) world_size: usize,
     /// The address of the store, for messages.
     pub(crate) address: String,
-    /// The key of the job.
-    pub(crate) key: Key,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
-    /// The size of the largest job in which every two ranks connect at the start.
+    /// The size of the largest job in which every two ranks connect at the start. That of rank 0
+    /// counts.
     pub(crate) connect_all_up_to: usize,
-    /// `true` if every two ranks connect.
-    pub(crate) connects_all: bool,
 }
 
 /// Opens the store of a job, and waits for it until the deadline. Rank 0 hosts it at the job's
@@ -148,20 +147,24 @@ fn connect_to_neighbours(
     let chosen = store
         .compare_and_set("tcp/nonce", None, &proposed)
         .map_err(|error| participant.store_lost_error(&error))?;
-    let key = participant.key.derive("ranks", &chosen);
+    let key = store.key.derive("ranks", &chosen);
     // Step 2: listen, and let others in from now on, in the background. So they can connect as soon
     // as they know the address of this rank, and no rank waits for another one to reach this point.
     let (listen_at, ip) = own_addresses(store);
-    let mut acceptor = Acceptor::open(&listen_at, key.clone())
+    let &Participant {
+        rank, world_size, ..
+    } = participant;
+    let (port, admitted) = listen(&listen_at, key.clone(), rank, world_size)
         .map_err(|error| participant.io_error("listen", &error))?;
     // Step 3: exchange addresses through the store.
     let own_address = RankAddress {
         ip,
-        port: acceptor.port(),
+        port: port.address().port(),
         host: shared_memory.then(host_token).flatten(),
         connect_all_up_to: participant.connect_all_up_to,
     };
     let ranks = exchange_addresses(participant, store, &own_address)?;
+    let connects_all = world_size <= ranks[0].connect_all_up_to;
     let directory = Directory {
         addresses: ranks
             .iter()
@@ -171,27 +174,30 @@ fn connect_to_neighbours(
     };
     // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the
     // higher ones. So of every two ranks exactly one connects.
-    let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
-    let (lower, higher): (Vec<usize>, Vec<usize>) = participant
-        .neighbours()
-        .into_iter()
-        .partition(|&other_rank| other_rank < participant.rank);
+    let neighbours = if connects_all {
+        (0..world_size).collect()
+    } else {
+        Schedule::new(world_size, rank).neighbours()
+    };
+    let others = neighbours.into_iter().filter(|&other| other != rank);
+    let (lower, higher): (Vec<usize>, Vec<usize>) = others.partition(|&other| other < rank);
+    let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
     for other_rank in lower {
         let address = directory.addresses[other_rank];
         let stream = connect(participant, &directory.key, address)
             .map_err(|error| participant.unreachable_error(store, other_rank, address, &error))?;
         streams[other_rank] = Some(stream);
     }
-    accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
+    accept_all(participant, store, &admitted, &mut streams, &higher)?;
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
-    let on_demand = if participant.connects_all {
+    let on_demand = if connects_all {
         None
     } else {
         wait_until_all_connected(participant, store)?;
-        Some((directory, acceptor))
+        Some((directory, (port, admitted)))
     };
     Ok(Connections {
-        rank: participant.rank,
+        rank,
         timeout: participant.timeout,
         hosts: ranks.into_iter().map(|rank| rank.host).collect(),
         streams,
@@ -224,23 +230,14 @@ impl Participant {
             .map_err(|message| self.own_error(format!("rank {}: {message}", self.rank)))
     }
 
-    /// Returns the ranks that this one connects to in the rendezvous.
-    fn neighbours(&self) -> Vec<usize> {
-        if self.connects_all {
-            return (0..self.world_size)
-                .filter(|&other_rank| other_rank != self.rank)
-                .collect();
-        }
-        Schedule::new(self.world_size, self.rank).neighbours()
-    }
-
     /// Returns the error of a rendezvous that lacks the `missing` ranks.
-    fn missing_error(&self, missing: Vec<usize>, message: String) -> CommError {
-        self.error(Vec::new(), missing, message)
+    fn missing_error(&self, missing: &[usize], message: String) -> CommError {
+        CommError::rendezvous(&self.address, missing, message)
     }
 
-    /// Returns the error of a rendezvous to which the ranks `joined` have come.
-    fn error(&self, joined: Vec<usize>, missing: Vec<usize>, message: String) -> CommError {
+    /// Returns the error of a rendezvous in which each rank came or is missing.
+    fn incomplete_error(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
+        let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
         CommError::Rendezvous {
             address: self.address.clone(),
             joined,
@@ -249,15 +246,9 @@ impl Participant {
         }
     }
 
-    /// Returns the error of a rendezvous in which each rank came or is missing.
-    fn incomplete_error(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
-        let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
-        self.error(joined, missing, message)
-    }
-
     /// Returns the error of a rank that failed by itself.
     fn own_error(&self, message: String) -> CommError {
-        self.missing_error(vec![self.rank], message)
+        self.missing_error(&[self.rank], message)
     }
 
     /// Returns the error of a rank that failed by itself because the system refused `action`.
@@ -267,14 +258,14 @@ impl Participant {
 
     /// Returns the error of a rank that has lost the store, and with it rank 0.
     fn store_lost_error(&self, error: &CommError) -> CommError {
-        self.missing_error(vec![0], format!("rank 0 is gone: {error}"))
+        self.missing_error(&[0], format!("rank 0 is gone: {error}"))
     }
 
     /// Returns the error because of `first_departed`, the first rank that has ended its connection
     /// to the store. It is probably the reason why others have.
     fn departed_error(&self, first_departed: usize) -> CommError {
         self.missing_error(
-            vec![first_departed],
+            &[first_departed],
             format!("rank {first_departed} ended before all ranks were connected"),
         )
     }
@@ -302,17 +293,15 @@ impl Participant {
     /// rank that gave up, which is `own_error` if that is this rank, or if the store does not
     /// answer any more.
     fn give_up(&self, store: &TcpStore, own_error: CommError) -> CommError {
-        let first_error = wire::encode(&own_error).ok().and_then(|encoded| {
-            store
-                .compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &encoded)
-                .ok()
-        });
+        let encoded = wire::encode_plain(&own_error);
+        let first_error = store.compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &encoded);
         store.leave();
         if self.rank == 0 {
             // The store ends with this rank, and the others have yet to read the error there.
             thread::sleep(LINGER_INTERVAL);
         }
         first_error
+            .ok()
             .and_then(|first_error| wire::decode(&first_error).ok())
             .unwrap_or(own_error)
     }
@@ -336,7 +325,7 @@ impl Participant {
             "rank {} could not connect to rank {other_rank} at {address}: {error}",
             self.rank
         );
-        self.missing_error(vec![other_rank], message)
+        self.missing_error(&[other_rank], message)
     }
 }
 
@@ -346,27 +335,13 @@ fn exchange_addresses(
     store: &TcpStore,
     own_address: &RankAddress,
 ) -> Result<Vec<RankAddress>, CommError> {
-    let encoded = wire::encode(own_address).map_err(|message| participant.own_error(message))?;
+    let encoded = wire::encode_plain(own_address);
     let late_message = format!("not all ranks came within {:?}", participant.timeout);
-    let mut addresses = Vec::with_capacity(participant.world_size);
-    for bytes in exchange_values(participant, store, ADDRESS, &encoded, &late_message)? {
-        let address: RankAddress =
-            wire::decode(&bytes).map_err(|message| participant.own_error(message))?;
-        addresses.push(address);
-    }
-    // Ranks that differ in this would wait for connections that are never made.
-    let rank_0_size = addresses[0].connect_all_up_to;
-    let mut others = addresses
-        .iter()
-        .map(|address| address.connect_all_up_to)
-        .enumerate();
-    if let Some((rank, other_size)) = others.find(|&(_, other_size)| other_size != rank_0_size) {
-        let message = format!(
-            "`connect_all_up_to` is {rank_0_size} on rank 0 and {other_size} on rank {rank}, but must be the same on all ranks"
-        );
-        return Err(participant.missing_error(Vec::new(), message));
-    }
-    Ok(addresses)
+    let values = exchange_values(participant, store, ADDRESS, &encoded, &late_message)?;
+    let addresses = values.iter().map(|bytes| wire::decode(bytes));
+    addresses
+        .collect::<Result<_, _>>()
+        .map_err(|message| participant.own_error(message))
 }
 
 /// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all
@@ -413,13 +388,12 @@ fn exchange_values(
 fn accept_all(
     participant: &Participant,
     store: &TcpStore,
-    acceptor: &mut Acceptor,
+    admitted: &Admitted,
     streams: &mut [Option<TcpStream>],
     higher: &[usize],
 ) -> Result<(), CommError> {
     let &Participant {
         rank,
-        world_size,
         timeout,
         deadline,
         ..
@@ -434,33 +408,31 @@ fn accept_all(
         if awaited.is_empty() {
             return Ok(());
         }
-        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK_INTERVAL))
-        else {
-            if Instant::now() >= deadline {
-                let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
-                return Err(participant
-                    .incomplete_error(|other_rank| awaited.contains(&other_rank), message));
-            }
-            // A rank that has ended will not connect. But it may have connected just before, and
-            // the connection may still be on its way to this thread. So fail only if the next check
-            // finds the same.
-            match participant.ended_error(store, |other_rank| awaited.contains(&other_rank)) {
-                Some(error) if is_suspected => return Err(error),
-                suspicion => is_suspected = suspicion.is_some(),
-            }
-            continue;
-        };
-        let other_rank = higher
-            .iter()
-            .find(|&&other_rank| hello == Hello::new(other_rank, world_size));
-        match other_rank {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        match admitted.recv_timeout(remaining.min(CHECK_INTERVAL)) {
             // A rank connects a second time only if it has lost the first connection, so the new
             // one takes its place.
-            Some(&other_rank) => streams[other_rank] = Some(stream),
-            None => tracing::warn!(
-                "refused a connection from a process that claims to be rank {}",
-                hello.rank
-            ),
+            Ok((stream, other_rank)) if higher.contains(&other_rank) => {
+                streams[other_rank] = Some(stream);
+                continue;
+            }
+            Ok(_) => continue,
+            Err(RecvTimeoutError::Timeout) => {}
+            // The thread of the port has ended, so nobody comes any more.
+            Err(RecvTimeoutError::Disconnected) => thread::sleep(CHECK_INTERVAL),
+        }
+        if Instant::now() >= deadline {
+            let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
+            return Err(
+                participant.incomplete_error(|other_rank| awaited.contains(&other_rank), message)
+            );
+        }
+        // A rank that has ended will not connect. But it may have connected just before, and the
+        // connection may still be on its way to this thread. So fail only if the next check finds
+        // the same.
+        match participant.ended_error(store, |other_rank| awaited.contains(&other_rank)) {
+            Some(error) if is_suspected => return Err(error),
+            suspicion => is_suspected = suspicion.is_some(),
         }
     }
 }
@@ -569,11 +541,9 @@ mod tests {
             rank,
             world_size,
             address: "here".to_owned(),
-            key: store.key.clone(),
             timeout,
             deadline: deadline_after(timeout),
             connect_all_up_to,
-            connects_all: world_size <= connect_all_up_to,
         };
         super::meet(&participant, store, false).unwrap_err()
     }
@@ -605,23 +575,5 @@ mod tests {
                 assert_eq!(other.join().unwrap(), first);
             });
         }
-    }
-
-    #[test]
-    fn ranks_that_would_connect_in_different_ways_do_not_begin() {
-        let [first, second] = [0, 1].map(|rank| options(rank, 2));
-        let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
-        let other = TcpStore::connect(host.address(), &second).unwrap();
-        thread::scope(|scope| {
-            let other = scope.spawn(|| meet(&second, other, Duration::from_secs(2), 1));
-            let first = meet(&first, host, Duration::from_secs(2), 32);
-            assert!(
-                first
-                    .to_string()
-                    .contains("`connect_all_up_to` is 32 on rank 0 and 1 on rank 1"),
-                "{first}"
-            );
-            assert_eq!(other.join().unwrap(), first);
-        });
     }
 }
