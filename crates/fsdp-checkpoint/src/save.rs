@@ -230,7 +230,7 @@ pub(crate) fn with_storage_deadline(
     group: &ProcessGroup,
     deadline: Option<Duration>,
 ) -> ProcessGroup {
-    group.with_deadline_at_least(deadline.unwrap_or(STORAGE_DEADLINE))
+    group.with_deadline(group.deadline().max(deadline.unwrap_or(STORAGE_DEADLINE)))
 }
 
 /// Saves state dicts repeatedly, and keeps the plan of one save for the next.

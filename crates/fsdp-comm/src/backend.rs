@@ -201,6 +201,21 @@ pub(crate) struct Members {
     pub(crate) rank: usize,
 }
 
+impl Members {
+    /// Returns all ranks of a job, of which `rank` is this one.
+    pub(crate) fn world(rank: usize, ranks: usize) -> Members {
+        Members {
+            id: 0,
+            global_ranks: (0..ranks).collect(),
+            rank,
+        }
+    }
+}
+
+/// The number of rounds in which a group is set up: two for shared memory, and one for the backends
+/// that build on `tcp`. The rounds of its operations come after these.
+pub(crate) const SETUP_ROUNDS: u64 = 3;
+
 /// The number of a round, and its deadline.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Round<'a> {
@@ -221,10 +236,10 @@ pub(crate) struct Round<'a> {
 }
 
 impl<'a> Round<'a> {
-    /// Returns the round before the first one of a job, in which its ranks find each other.
+    /// Returns the first round of a job or of a part of it, in which its ranks find each other.
     pub(crate) fn rendezvous(timeout: Duration, deadline: Instant) -> Round<'a> {
         Round {
-            number: 0,
+            number: SETUP_ROUNDS,
             sequence: 0,
             operation: "rendezvous",
             timeout,
@@ -346,29 +361,46 @@ pub(crate) struct Filler<'p> {
 }
 
 impl<'p> Filler<'p> {
-    fn new(slices: Vec<&'p mut [u8]>) -> Self {
+    pub(crate) fn new(slices: Vec<&'p mut [u8]>) -> Self {
         Filler {
             slices: slices.into_iter(),
             remaining: &mut [],
         }
     }
 
+    /// Returns the next free place, of at most `limit` bytes.
+    fn next_place(&mut self, limit: usize) -> &'p mut [u8] {
+        while self.remaining.is_empty() {
+            self.remaining = self
+                .slices
+                .next()
+                .expect("the slices are as long as the bytes that are planned for them");
+        }
+        let cut = limit.min(self.remaining.len());
+        self.remaining
+            .split_off_mut(..cut)
+            .expect("the place is no longer than what remains")
+    }
+
     /// Copies bytes to the next free places. There are places for all bytes that a plan asks for.
     pub(crate) fn fill(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            if self.remaining.is_empty() {
-                self.remaining = self
-                    .slices
-                    .next()
-                    .expect("the slices are as long as the bytes that are planned for them");
-                continue;
-            }
-            let cut = bytes.len().min(self.remaining.len());
-            let (head, tail) = std::mem::take(&mut self.remaining).split_at_mut(cut);
-            head.copy_from_slice(&bytes[..cut]);
-            self.remaining = tail;
-            bytes = &bytes[cut..];
+            let place = self.next_place(bytes.len());
+            let (head, tail) = bytes.split_at(place.len());
+            place.copy_from_slice(head);
+            bytes = tail;
         }
+    }
+
+    /// Takes the next free places, of `missing` bytes together.
+    pub(crate) fn take(&mut self, mut missing: usize) -> Filler<'p> {
+        let mut slices = Vec::new();
+        while missing > 0 {
+            let place = self.next_place(missing);
+            missing -= place.len();
+            slices.push(place);
+        }
+        Filler::new(slices)
     }
 }
 
@@ -420,28 +452,40 @@ impl Plan<'_> {
         (sent, received)
     }
 
-    /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that
-    /// this one does not read). Copies begin with the bytes of rank `first_rank`, so that ranks can
-    /// begin at different places.
+    /// Fills the destination from the published bytes of all `members` (an empty slice for a rank
+    /// that this one does not read). Copies begin with the bytes of this rank, so that ranks begin
+    /// at different places.
     ///
     /// # Errors
-    /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
+    /// A rank has published fewer bytes in this round than are read from it. Only a bug in a
+    /// backend can cause it.
     pub(crate) fn deliver(
         self,
         sources: &[&[u8]],
-        first_rank: usize,
-    ) -> Result<(), (usize, usize)> {
+        members: &Members,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
+        let published = |rank: usize| {
+            let source = sources[rank];
+            match self.received_ranges[rank].clone() {
+                // A rank that this one does not read from may have published nothing.
+                range if range.is_empty() => Ok(&[][..]),
+                range => source.get(range).ok_or_else(|| {
+                    let reason = format!("published only {} bytes", source.len());
+                    round.rank_left_error(members.global_ranks[rank], reason)
+                }),
+            }
+        };
+        let ranks = sources.len();
         match self.destination {
             Destination::Copy(mut fillers) => {
-                let ranks = fillers.len();
-                for rank in (0..ranks).map(|distance| (first_rank + distance) % ranks) {
-                    fillers[rank].fill(published_bytes(&self.received_ranges, sources, rank)?);
+                for rank in (0..ranks).map(|distance| (members.rank + distance) % ranks) {
+                    fillers[rank].fill(published(rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let pieces = (0..sources.len())
-                    .map(|rank| published_bytes(&self.received_ranges, sources, rank));
-                reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<&[u8]>, _>>()?);
+                let pieces = (0..ranks).map(published);
+                reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<_>, _>>()?);
             }
         }
         Ok(())
@@ -455,22 +499,4 @@ pub(crate) fn bytes_of_others(bytes: impl Iterator<Item = usize>, rank: usize) -
         .filter(|&(other_rank, _)| other_rank != rank)
         .map(|(_, bytes)| bytes)
         .sum()
-}
-
-/// Returns the bytes that are read from a rank, which has published `sources[rank]`.
-///
-/// # Errors
-/// It has published fewer: that rank, and the number of bytes.
-fn published_bytes<'s>(
-    received_ranges: &[Range<usize>],
-    sources: &[&'s [u8]],
-    rank: usize,
-) -> Result<&'s [u8], (usize, usize)> {
-    let range = received_ranges[rank].clone();
-    let source = sources[rank];
-    // A rank that this one does not read from may have published nothing.
-    if range.is_empty() {
-        return Ok(&[]);
-    }
-    source.get(range).ok_or((rank, source.len()))
 }

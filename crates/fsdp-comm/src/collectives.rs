@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::backend::{Destination, Pattern, Plan};
+use crate::backend::{Destination, Filler, Pattern, Plan};
 use crate::element::Element;
 use crate::error::{CommError, RankCall};
 use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
@@ -45,66 +45,27 @@ impl ProcessGroup {
         outputs: &mut [&mut [T]],
         input: &[T],
     ) -> Result<(), CommError> {
-        let call = tensor_call::<T>(Operation::AllGather, vec![input.len()]);
+        let call = tensor_call::<T>(Operation::AllGather, vec![input.len()], None);
         let counts = vec![input.len(); self.world_size()];
-        self.all_gather(call, outputs, &counts, input)
+        self.gather_counts(call, Some(outputs), &counts, input)
     }
 
-    /// Gathers every rank's `input` into every rank's `output`, in rank order, where rank `r`
-    /// brings `counts[r]` elements. torch's `all_gather` of a list of tensors of different sizes.
+    /// Gathers every rank's `input` into every rank's outputs, in rank order, where rank `r` brings
+    /// `counts[r]` elements. The outputs are in pieces, as in
+    /// [`all_gather_into_slices`](Self::all_gather_into_slices). torch's `all_gather` of a list of
+    /// tensors of different sizes.
     ///
     /// # Errors
-    /// Counts that differ between ranks, or are not those of `input` and `output`; different
+    /// Counts that differ between ranks, or are not those of `input` and the outputs; different
     /// dtypes.
-    pub fn all_gather_uneven_into<T: Element>(
-        &self,
-        output: &mut [T],
-        counts: &[usize],
-        input: &[T],
-    ) -> Result<(), CommError> {
-        self.all_gather_uneven_into_slices(&mut [output], counts, input)
-    }
-
-    /// Gathers like [`all_gather_uneven_into`](Self::all_gather_uneven_into), with the output in
-    /// pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices).
-    ///
-    /// # Errors
-    /// The same as [`all_gather_uneven_into`](Self::all_gather_uneven_into).
     pub fn all_gather_uneven_into_slices<T: Element>(
         &self,
         outputs: &mut [&mut [T]],
         counts: &[usize],
         input: &[T],
     ) -> Result<(), CommError> {
-        let call = tensor_call::<T>(Operation::AllGatherUneven, counts.to_vec());
-        self.all_gather(call, outputs, counts, input)
-    }
-
-    /// Gathers the input of every rank on every rank. `counts` are the elements of each rank's
-    /// input; the outputs are filled one after the other, in rank order.
-    fn all_gather<T: Element>(
-        &self,
-        call: Call,
-        outputs: &mut [&mut [T]],
-        counts: &[usize],
-        input: &[T],
-    ) -> Result<(), CommError> {
-        let output_len = total_len(outputs);
-        let arguments = check(&call, || {
-            self.check_counts("counts", counts)?;
-            self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_numel("the output", output_len, checked_sum(counts)?)
-        });
-        let mut turn = self.begin(call, arguments)?;
-        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            Ok(Some(Plan {
-                pattern: Pattern::AllGather,
-                largest_transfer_bytes: largest_byte_len::<T>(counts),
-                sent_ranges: vec![0..size_of_val(input); counts.len()],
-                received_ranges: whole_inputs::<T>(counts),
-                destination: copy_into(outputs, counts),
-            }))
-        })
+        let call = tensor_call::<T>(Operation::AllGatherUneven, counts.to_vec(), None);
+        self.gather_counts(call, Some(outputs), counts, input)
     }
 
     /// Reduces every rank's `input`, `world_size` outputs long, and gives rank `r` the `r`-th of
@@ -121,7 +82,7 @@ impl ProcessGroup {
     ) -> Result<(), CommError> {
         let call = Call {
             reduce: Some(op),
-            ..tensor_call::<T>(Operation::ReduceScatter, vec![output.len()])
+            ..tensor_call::<T>(Operation::ReduceScatter, vec![output.len()], None)
         };
         let counts = vec![output.len(); self.world_size()];
         let arguments = check(&call, || {
@@ -143,7 +104,7 @@ impl ProcessGroup {
         let numel = buffer.len();
         let call = Call {
             reduce: Some(op),
-            ..tensor_call::<T>(Operation::AllReduce, vec![numel])
+            ..tensor_call::<T>(Operation::AllReduce, vec![numel], None)
         };
         let arguments = check_reduction::<T>(&call, op, true);
         let mut turn = self.begin(call, arguments)?;
@@ -152,16 +113,15 @@ impl ProcessGroup {
             // With so little data it is fastest if every rank gets all inputs and reduces all
             // elements.
             let input = buffer.to_vec();
-            return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
-                let whole = vec![0..size_of_val(buffer); world_size];
-                Ok(Some(Plan {
-                    pattern: Pattern::AllGather,
-                    largest_transfer_bytes: size_of_val(buffer),
-                    sent_ranges: whole.clone(),
-                    received_ranges: whole,
-                    destination: reduce_into(buffer, op),
-                }))
-            });
+            let whole = vec![0..size_of_val(buffer); world_size];
+            let plan = Plan {
+                pattern: Pattern::AllGather,
+                largest_transfer_bytes: size_of_val(buffer),
+                sent_ranges: whole.clone(),
+                received_ranges: whole,
+                destination: reduce_into(buffer, op),
+            };
+            return turn.move_bytes(bytemuck::cast_slice(&input), plan);
         }
         // The buffer is reduced window by window. In each window a rank reduces one segment, and
         // then all ranks gather all segments.
@@ -181,15 +141,14 @@ impl ProcessGroup {
                 .collect();
             let reduced = &mut reduced[..counts[self.rank()]];
             turn.reduce_scatter(reduced, &counts, window, op)?;
-            turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
-                Ok(Some(Plan {
-                    pattern: Pattern::AllGather,
-                    largest_transfer_bytes: largest_byte_len::<T>(&counts),
-                    sent_ranges: vec![0..size_of_val(reduced); world_size],
-                    received_ranges: whole_inputs::<T>(&counts),
-                    destination: copy_into([&mut window], &counts),
-                }))
-            })?;
+            let plan = Plan {
+                pattern: Pattern::AllGather,
+                largest_transfer_bytes: largest_byte_len::<T>(&counts),
+                sent_ranges: vec![0..size_of_val(reduced); world_size],
+                received_ranges: whole_inputs::<T>(&counts),
+                destination: copy_into([&mut window], &counts),
+            };
+            turn.move_bytes(bytemuck::cast_slice(reduced), plan)?;
         }
         Ok(())
     }
@@ -199,39 +158,29 @@ impl ProcessGroup {
     /// # Errors
     /// Different lengths, dtypes or roots.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), CommError> {
-        let call = Call {
-            root: Some(root),
-            ..tensor_call::<T>(Operation::Broadcast, vec![buffer.len()])
-        };
+        let call = tensor_call::<T>(Operation::Broadcast, vec![buffer.len()], Some(root));
         let arguments = check(&call, || self.check_root(root));
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(buffer);
-        let byte_len = bytes.len();
-        // The root keeps its bytes, and all others take those of the root.
-        let (send, receive): (&[u8], Option<&mut [u8]>) = if self.rank() == root {
-            (bytes, None)
+        let byte_len = size_of_val(buffer);
+        let mut counts = vec![0; world_size];
+        // The root keeps its elements, and all others take those of the root.
+        let (send, mut receive): (&[T], Option<&mut [T]>) = if self.rank() == root {
+            (buffer, None)
         } else {
-            (&[], Some(bytes))
+            counts[root] = buffer.len();
+            (&[], Some(buffer))
         };
-        turn.round(None, Vec::new(), send, move |_| {
-            let mut sent_ranges = vec![0..send.len(); world_size];
-            sent_ranges[root] = 0..0;
-            let mut received_ranges = vec![0..0; world_size];
-            let mut destinations: Vec<Vec<&mut [u8]>> =
-                (0..world_size).map(|_| Vec::new()).collect();
-            if let Some(bytes) = receive {
-                received_ranges[root] = 0..byte_len;
-                destinations[root].push(bytes);
-            }
-            Ok(Some(Plan {
-                pattern: Pattern::Broadcast { root },
-                largest_transfer_bytes: byte_len,
-                sent_ranges,
-                received_ranges,
-                destination: Destination::copy(destinations),
-            }))
-        })
+        let mut sent_ranges = vec![0..size_of_val(send); world_size];
+        sent_ranges[root] = 0..0;
+        let plan = Plan {
+            pattern: Pattern::Broadcast { root },
+            largest_transfer_bytes: byte_len,
+            sent_ranges,
+            received_ranges: whole_inputs::<T>(&counts),
+            destination: copy_into(&mut receive, &counts),
+        };
+        turn.move_bytes(bytemuck::cast_slice(send), plan)
     }
 
     /// Gathers every rank's `input`, equally long on all ranks, into the root's `output`, in rank
@@ -246,10 +195,7 @@ impl ProcessGroup {
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call {
-            root: Some(root),
-            ..tensor_call::<T>(Operation::Gather, vec![input.len()])
-        };
+        let call = tensor_call::<T>(Operation::Gather, vec![input.len()], Some(root));
         let counts = vec![input.len(); self.world_size()];
         match output {
             Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input),
@@ -270,15 +216,13 @@ impl ProcessGroup {
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call {
-            root: Some(root),
-            ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec())
-        };
+        let call = tensor_call::<T>(Operation::GatherUneven, counts.to_vec(), Some(root));
         self.gather_counts(call, outputs, counts, input)
     }
 
-    /// Gathers the input of every rank on the root of the call, the only rank that passes outputs.
-    /// `counts` are the elements of each rank's input.
+    /// Gathers the input of every rank on the root of the call or, if it has none, on every rank.
+    /// Only ranks on which is gathered pass outputs, which are filled one after the other, in rank
+    /// order. `counts` are the elements of each rank's input.
     fn gather_counts<T: Element>(
         &self,
         call: Call,
@@ -286,32 +230,36 @@ impl ProcessGroup {
         counts: &[usize],
         input: &[T],
     ) -> Result<(), CommError> {
-        let root = call.root.expect("a gather has a root");
+        let root = call.root;
         let output_len = outputs.as_deref().map(total_len);
         let arguments = check(&call, || {
-            self.check_root(root)?;
+            root.map_or(Ok(()), |root| self.check_root(root))?;
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_root_only("an output", root, output_len, checked_sum(counts)?)
+            let needed = checked_sum(counts)?;
+            match root {
+                Some(root) => self.check_root_only("an output", root, output_len, needed),
+                None => self.check_numel("the output", output_len.unwrap_or(0), needed),
+            }
         });
         let mut turn = self.begin(call, arguments)?;
-        // Only the root has outputs, and only to the root does any rank send.
-        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            let mut sent_ranges = vec![0..0; counts.len()];
-            sent_ranges[root] = 0..size_of_val(input);
-            let output_counts = match outputs {
-                Some(_) => counts.to_vec(),
-                None => vec![0; counts.len()],
-            };
-            let outputs = outputs.into_iter().flatten();
-            Ok(Some(Plan {
-                pattern: Pattern::Gather { root },
-                largest_transfer_bytes: largest_byte_len::<T>(counts),
-                sent_ranges,
-                received_ranges: whole_inputs::<T>(&output_counts),
-                destination: copy_into(outputs, &output_counts),
-            }))
-        })
+        let mut sent_ranges = vec![0..0; counts.len()];
+        match root {
+            Some(root) => sent_ranges[root] = 0..size_of_val(input),
+            None => sent_ranges.fill(0..size_of_val(input)),
+        }
+        let output_counts = match outputs {
+            Some(_) => counts.to_vec(),
+            None => vec![0; counts.len()],
+        };
+        let plan = Plan {
+            pattern: root.map_or(Pattern::AllGather, |root| Pattern::Gather { root }),
+            largest_transfer_bytes: largest_byte_len::<T>(counts),
+            sent_ranges,
+            received_ranges: whole_inputs::<T>(&output_counts),
+            destination: copy_into(outputs.into_iter().flatten(), &output_counts),
+        };
+        turn.move_bytes(bytemuck::cast_slice(input), plan)
     }
 
     /// Cuts the root's `input` into equal pieces and gives rank `r` the `r`-th. torch's `scatter`.
@@ -326,10 +274,7 @@ impl ProcessGroup {
         input: Option<&[T]>,
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call {
-            root: Some(root),
-            ..tensor_call::<T>(Operation::Scatter, vec![output.len()])
-        };
+        let call = tensor_call::<T>(Operation::Scatter, vec![output.len()], Some(root));
         let counts = vec![output.len(); self.world_size()];
         self.scatter_counts(call, &mut [output], input, &counts)
     }
@@ -347,10 +292,7 @@ impl ProcessGroup {
         counts: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        let call = Call {
-            root: Some(root),
-            ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec())
-        };
+        let call = tensor_call::<T>(Operation::ScatterUneven, counts.to_vec(), Some(root));
         self.scatter_counts(call, outputs, input, counts)
     }
 
@@ -380,25 +322,23 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         // Only the root sends.
         let send = bytemuck::cast_slice(input.unwrap_or_default());
-        turn.round(None, Vec::new(), send, move |_| {
-            let ranges = byte_ranges::<T>(counts);
-            let mut received_ranges = vec![0..0; counts.len()];
-            received_ranges[root] = ranges[self.rank()].clone();
-            let mut output_counts = vec![0; counts.len()];
-            output_counts[root] = output_len;
-            let sent_ranges = if input.is_some() {
-                ranges
-            } else {
-                vec![0..0; counts.len()]
-            };
-            Ok(Some(Plan {
-                pattern: Pattern::Scatter { root },
-                largest_transfer_bytes: largest_byte_len::<T>(counts),
-                sent_ranges,
-                received_ranges,
-                destination: copy_into(outputs, &output_counts),
-            }))
-        })
+        let ranges = byte_ranges::<T>(counts);
+        let mut received_ranges = vec![0..0; counts.len()];
+        received_ranges[root] = ranges[self.rank()].clone();
+        let mut output_counts = vec![0; counts.len()];
+        output_counts[root] = output_len;
+        let sent_ranges = match input {
+            Some(_) => ranges,
+            None => vec![0..0; counts.len()],
+        };
+        let plan = Plan {
+            pattern: Pattern::Scatter { root },
+            largest_transfer_bytes: largest_byte_len::<T>(counts),
+            sent_ranges,
+            received_ranges,
+            destination: copy_into(outputs, &output_counts),
+        };
+        turn.move_bytes(send, plan)
     }
 
     /// Sends `send_counts[r]` elements of `input` to each rank `r`, and receives
@@ -430,7 +370,7 @@ impl ProcessGroup {
         input: &[T],
         send_counts: &[usize],
     ) -> Result<(), CommError> {
-        let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new());
+        let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new(), None);
         let output_len = total_len(outputs);
         let arguments = check(&call, || {
             self.check_counts("the counts to receive", receive_counts)?;
@@ -468,12 +408,9 @@ impl ProcessGroup {
                 });
             }
             // The bytes for this rank follow those for the ranks before it in the sender's input.
-            let received_ranges = (0..world_size).map(|sender| {
-                let elements_before = counts[sender].sent()[..self.rank()]
-                    .iter()
-                    .fold(0u64, |sum, &count| sum.saturating_add(count));
-                let start = (elements_before as usize).saturating_mul(size_of::<T>());
-                start..start.saturating_add(receive_counts[sender] * size_of::<T>())
+            let received_ranges = counts.iter().map(|counts| {
+                let sent: Vec<usize> = counts.sent().iter().map(|&count| count as usize).collect();
+                byte_ranges::<T>(&sent)[self.rank()].clone()
             });
             let largest = counts
                 .iter()
@@ -502,16 +439,15 @@ impl Turn<'_> {
         op: ReduceOp,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        self.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            let sent_ranges = byte_ranges::<T>(counts);
-            Ok(Some(Plan {
-                pattern: Pattern::AllToAll,
-                largest_transfer_bytes: largest_byte_len::<T>(counts),
-                received_ranges: vec![sent_ranges[rank].clone(); counts.len()],
-                sent_ranges,
-                destination: reduce_into(output, op),
-            }))
-        })
+        let sent_ranges = byte_ranges::<T>(counts);
+        let plan = Plan {
+            pattern: Pattern::AllToAll,
+            largest_transfer_bytes: largest_byte_len::<T>(counts),
+            received_ranges: vec![sent_ranges[rank].clone(); counts.len()],
+            sent_ranges,
+            destination: reduce_into(output, op),
+        };
+        self.move_bytes(bytemuck::cast_slice(input), plan)
     }
 }
 
@@ -582,10 +518,11 @@ impl ProcessGroup {
 }
 
 /// Returns the call of an operation on elements of type `T`.
-fn tensor_call<T: Element>(operation: Operation, sizes: Vec<usize>) -> Call {
+fn tensor_call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>) -> Call {
     Call {
         dtype: Some(T::DTYPE),
         sizes,
+        root,
         ..Call::new(operation)
     }
 }
@@ -643,15 +580,15 @@ fn whole_inputs<T>(counts: &[usize]) -> Vec<Range<usize>> {
 }
 
 /// Returns the range of bytes of each rank's elements, which lie one after the other.
-fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
-    let mut ranges = Vec::with_capacity(counts.len());
-    let mut start = 0;
-    for count in counts {
-        let end = start + count * size_of::<T>();
-        ranges.push(start..end);
-        start = end;
-    }
-    ranges
+pub(crate) fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
+    let mut end = 0usize;
+    let ranges = counts.iter().map(|count| {
+        let start = end;
+        // Ranks that do not send may have been given any counts. Then the ranks do not agree.
+        end = start.saturating_add(count.saturating_mul(size_of::<T>()));
+        start..end
+    });
+    ranges.collect()
 }
 
 /// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of
@@ -661,31 +598,13 @@ fn copy_into<'p, 'o: 'p, T: Element>(
     outputs: impl IntoIterator<Item = &'p mut &'o mut [T]>,
     counts: &[usize],
 ) -> Destination<'p> {
-    let mut outputs = outputs
-        .into_iter()
-        .map(|output| bytemuck::cast_slice_mut(output));
-    let mut remaining: &mut [u8] = &mut [];
-    let mut destinations = Vec::with_capacity(counts.len());
-    for count in counts {
-        let mut missing = count * size_of::<T>();
-        let mut slices = Vec::new();
-        while missing > 0 {
-            // Outputs without elements are passed over here.
-            if remaining.is_empty() {
-                remaining = outputs
-                    .next()
-                    .expect("the outputs are as long as the counts, which is checked before");
-                continue;
-            }
-            let cut = missing.min(remaining.len());
-            let (head, tail) = std::mem::take(&mut remaining).split_at_mut(cut);
-            missing -= cut;
-            remaining = tail;
-            slices.push(head);
-        }
-        destinations.push(slices);
-    }
-    Destination::copy(destinations)
+    let outputs = outputs.into_iter();
+    let slices = outputs.map(|output| bytemuck::cast_slice_mut(output));
+    let mut places = Filler::new(slices.collect());
+    let fillers = counts
+        .iter()
+        .map(|count| places.take(count * size_of::<T>()));
+    Destination::Copy(fillers.collect())
 }
 
 /// Returns the destination that reduces the pieces of all ranks into `output`.

@@ -27,7 +27,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
 use crate::backend::{Collective, DeviceTransfer, Movement, QueuedTransfer, bytes_of_others};
-use crate::collectives::{self, check, checked_sum};
+use crate::collectives::{self, byte_ranges, check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
@@ -217,20 +217,15 @@ impl DeviceGroup<'_> {
         });
         let turn = self.group.begin(call, arguments)?;
         // A gather copies bytes, so it works for types that NCCL does not know too.
-        let (count, dtype) = as_counted::<T>(numel);
-        let movement = Movement::Collective {
-            kind: Collective::AllGather,
-            send: input.address,
-            receive: output.address,
-            count,
-            dtype,
-        };
+        let counted = as_counted::<T>(numel);
         let others = input.bytes() * (ranks - 1);
-        self.run(
+        self.collective(
             turn,
+            Collective::AllGather,
+            [input.address, output.address],
+            counted,
             (others, others),
             input.stream,
-            (numel > 0).then_some(movement),
         )
     }
 
@@ -257,19 +252,14 @@ impl DeviceGroup<'_> {
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
-        let movement = Movement::Collective {
-            kind: Collective::ReduceScatter(op),
-            send: input.address,
-            receive: output.address,
-            count: numel,
-            dtype: T::DTYPE,
-        };
         let others = output.bytes() * (ranks - 1);
-        self.run(
+        self.collective(
             turn,
+            Collective::ReduceScatter(op),
+            [input.address, output.address],
+            (numel, T::DTYPE),
             (others, others),
             input.stream,
-            (numel > 0).then_some(movement),
         )
     }
 
@@ -292,20 +282,15 @@ impl DeviceGroup<'_> {
             .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
         let ranks = self.group.world_size();
-        let movement = Movement::Collective {
-            kind: Collective::AllReduce(op),
-            send: buffer.address,
-            receive: buffer.address,
-            count: numel,
-            dtype: T::DTYPE,
-        };
         // The bytes that a ring of ranks moves.
         let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
-        self.run(
+        self.collective(
             turn,
+            Collective::AllReduce(op),
+            [buffer.address, buffer.address],
+            (numel, T::DTYPE),
             (others, others),
             buffer.stream,
-            (numel > 0).then_some(movement),
         )
     }
 
@@ -325,19 +310,19 @@ impl DeviceGroup<'_> {
         });
         let turn = self.group.begin(call, arguments)?;
         let bytes = buffer.bytes();
-        let movement = Movement::Collective {
-            kind: Collective::Broadcast(root),
-            send: buffer.address,
-            receive: buffer.address,
-            count: bytes,
-            dtype: DType::U8,
-        };
         let moved = if self.group.rank() == root {
             (bytes * (self.group.world_size() - 1), 0)
         } else {
             (0, bytes)
         };
-        self.run(turn, moved, buffer.stream, (bytes > 0).then_some(movement))
+        self.collective(
+            turn,
+            Collective::Broadcast(root),
+            [buffer.address, buffer.address],
+            (bytes, DType::U8),
+            moved,
+            buffer.stream,
+        )
     }
 
     /// Gathers like [`ProcessGroup::gather`].
@@ -372,7 +357,7 @@ impl DeviceGroup<'_> {
         let mut send = vec![(input.address, 0); ranks];
         send[root].1 = bytes;
         let receive = match output {
-            Some(output) => pieces(output.address, &vec![bytes; ranks]),
+            Some(output) => pieces::<T>(output.address, &vec![input.numel; ranks]),
             None => vec![(0, 0); ranks],
         };
         self.exchange(turn, send, receive, input.stream)
@@ -405,7 +390,7 @@ impl DeviceGroup<'_> {
         let turn = self.group.begin(call, arguments)?;
         // NCCL has no scatter: every rank receives from the root, and sends nothing.
         let send = match input {
-            Some(input) => pieces(input.address, &vec![bytes; ranks]),
+            Some(input) => pieces::<T>(input.address, &vec![output.numel; ranks]),
             None => vec![(0, 0); ranks],
         };
         let mut receive = vec![(output.address, 0); ranks];
@@ -451,9 +436,31 @@ impl DeviceGroup<'_> {
             Ok(())
         });
         let turn = self.group.begin(call, arguments)?;
-        let send = pieces(input.address, &bytes_of::<T>(send_counts));
-        let receive = pieces(output.address, &bytes_of::<T>(receive_counts));
+        let send = pieces::<T>(input.address, send_counts);
+        let receive = pieces::<T>(output.address, receive_counts);
         self.exchange(turn, send, receive, input.stream)
+    }
+
+    /// Runs a collective on elements of a dtype at the address to read, with its result at the
+    /// address to write. `moved_bytes` is as for [`run`](Self::run).
+    fn collective(
+        &self,
+        turn: Turn<'_>,
+        kind: Collective,
+        [send, receive]: [CUdeviceptr; 2],
+        (count, dtype): (usize, DType),
+        moved_bytes: (usize, usize),
+        stream: &CudaStream,
+    ) -> Result<Pending, CommError> {
+        let movement = Movement::Collective {
+            kind,
+            send,
+            receive,
+            count,
+            dtype,
+        };
+        let movement = (count > 0).then_some(movement);
+        self.run(turn, moved_bytes, stream, movement)
     }
 
     /// Sends bytes to each rank and receives bytes from each rank.
@@ -546,23 +553,12 @@ fn checked_product(numel: usize, ranks: usize) -> Result<usize, String> {
         .ok_or_else(|| format!("{numel} elements for each of {ranks} ranks are too many"))
 }
 
-/// Returns the number of bytes of each count of elements.
-fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
-    counts
-        .iter()
-        .map(|count| count.saturating_mul(size_of::<T>()))
+/// Returns the addresses and numbers of bytes of consecutive pieces of elements, from `start` on.
+fn pieces<T>(start: CUdeviceptr, counts: &[usize]) -> Vec<(CUdeviceptr, usize)> {
+    let ranges = byte_ranges::<T>(counts).into_iter();
+    ranges
+        .map(|range| (start.saturating_add(range.start as u64), range.len()))
         .collect()
-}
-
-/// Returns the addresses of consecutive pieces of `bytes` bytes each, from `start` on.
-fn pieces(start: CUdeviceptr, bytes: &[usize]) -> Vec<(CUdeviceptr, usize)> {
-    let mut address = start;
-    let mut pieces = Vec::with_capacity(bytes.len());
-    for &len in bytes {
-        pieces.push((address, len));
-        address = address.saturating_add(len as u64);
-    }
-    pieces
 }
 
 #[cfg(test)]
@@ -571,7 +567,10 @@ mod tests {
 
     #[test]
     fn pieces_lie_one_after_the_other() {
-        assert_eq!(pieces(1000, &[8, 0, 4]), [(1000, 8), (1008, 0), (1008, 4)]);
+        assert_eq!(
+            pieces::<u16>(1000, &[4, 0, 2]),
+            [(1000, 8), (1008, 0), (1008, 4)]
+        );
     }
 
     #[test]

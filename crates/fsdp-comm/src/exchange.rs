@@ -11,8 +11,8 @@ use std::ops::Range;
 use crate::backend::{Destination, Pattern, Plan};
 use crate::buffer::reserve;
 use crate::error::CommError;
-use crate::group::{ProcessGroup, Turn};
-use crate::record::{Attachment, Call, Fault};
+use crate::group::Turn;
+use crate::record::{Attachment, Fault};
 use crate::wire;
 
 /// The largest object, in bytes, that a rank may send. All objects together may be larger: what a
@@ -25,24 +25,6 @@ const ROUND_BYTES: usize = 16 << 20;
 /// The smallest piece of an object, even if that makes a round larger than [`ROUND_BYTES`] because
 /// of many ranks.
 const MIN_PIECE_BYTES: usize = 4096;
-
-impl ProcessGroup {
-    /// Moves encoded objects in an operation of their own. If the rank has an error in place of
-    /// objects, the operation fails on all ranks. See [`Turn::exchange_objects`].
-    pub(crate) fn exchange_objects(
-        &self,
-        call: Call,
-        pattern: Pattern,
-        objects: Result<Vec<Vec<u8>>, CommError>,
-    ) -> Result<Vec<Vec<u8>>, CommError> {
-        let (objects, arguments) = match objects {
-            Ok(objects) => (objects, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
-        };
-        self.begin(call, arguments)?
-            .exchange_objects(None, pattern, &objects)
-    }
-}
 
 impl Turn<'_> {
     /// Moves encoded objects. `own_objects` are those of this rank: one for each rank in a scatter,

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, Members, Plan, Round, Tally, Vote};
+use crate::backend::{Backend, Members, Plan, Round, SETUP_ROUNDS, Tally, Vote};
 use crate::ballot::{Ballot, MESSAGE_BYTES, NO_RANK};
 use crate::blame;
 #[cfg(feature = "nccl")]
@@ -83,15 +83,25 @@ impl ProcessGroup {
         timeout: Duration,
         ranks_on_host: usize,
     ) -> ProcessGroup {
+        ProcessGroup::open(backend, Arc::default(), timeout, ranks_on_host.max(1))
+    }
+
+    /// Creates the first handle of a rank on a group, which counts its traffic there.
+    fn open(
+        backend: Arc<dyn Backend>,
+        traffic: Arc<Mutex<Traffic>>,
+        timeout: Duration,
+        ranks_on_host: usize,
+    ) -> ProcessGroup {
         ProcessGroup {
             shared: Arc::new(SharedGroup {
                 backend,
                 progress: Mutex::default(),
-                traffic: Arc::default(),
+                traffic,
             }),
             timeout,
             label: None,
-            ranks_on_host: ranks_on_host.max(1),
+            ranks_on_host,
         }
     }
 
@@ -155,13 +165,6 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns a handle on the same group with its own deadline, or with `timeout` if that is
-    /// longer.
-    #[must_use]
-    pub fn with_deadline_at_least(&self, timeout: Duration) -> ProcessGroup {
-        self.with_deadline(self.timeout.max(timeout))
-    }
-
     /// Returns the traffic of this rank so far, over all its groups.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
@@ -188,7 +191,7 @@ impl ProcessGroup {
             rank: self.global_rank(),
             message: bounded(&message.into()),
         };
-        self.shared.backend.abort(0, &error);
+        self.shared.backend.abort(SETUP_ROUNDS, &error);
     }
 
     /// Creates the group of the `members` that remain of this one, which may have failed, with the
@@ -220,16 +223,8 @@ impl ProcessGroup {
 
     /// Returns a group on another backend of the same rank, with the same deadline.
     fn with_backend(&self, backend: Arc<dyn Backend>) -> ProcessGroup {
-        ProcessGroup {
-            shared: Arc::new(SharedGroup {
-                backend,
-                progress: Mutex::default(),
-                traffic: Arc::clone(&self.shared.traffic),
-            }),
-            timeout: self.timeout,
-            label: None,
-            ranks_on_host: self.ranks_on_host,
-        }
+        let traffic = Arc::clone(&self.shared.traffic);
+        ProcessGroup::open(backend, traffic, self.timeout, self.ranks_on_host)
     }
 
     /// Returns the ranks of the group.
@@ -346,7 +341,7 @@ impl Turn<'_> {
     fn current_round(&self) -> Round<'_> {
         Round {
             // The odd number after this one is that of the round in which ranks show their records.
-            number: 2 * (self.progress.rounds - 1),
+            number: SETUP_ROUNDS + 2 * (self.progress.rounds - 1),
             sequence: self.call.sequence,
             operation: self.call.name(),
             timeout: self.timeout,
@@ -367,6 +362,12 @@ impl Turn<'_> {
         self.round(None, Vec::new(), &[], |_| Ok(None))
     }
 
+    /// Moves bytes as `plan` says, in a round for which the ranks need nothing of each other but
+    /// that they make the same call.
+    pub(crate) fn move_bytes(&mut self, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
+        self.round(None, Vec::new(), send, |_| Ok(Some(plan)))
+    }
+
     /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all
     /// attachments, and moves the bytes.
     ///
@@ -382,9 +383,8 @@ impl Turn<'_> {
     ) -> Result<(), CommError> {
         self.begin_round();
         let traffic = &self.group.shared.traffic;
-        let Members {
-            rank, global_ranks, ..
-        } = self.group.members();
+        let members = self.group.members();
+        let round = self.current_round();
         let call = &self.call;
         let is_inline = send.len() <= INLINE_BYTES;
         let attachment = Attachment {
@@ -394,7 +394,7 @@ impl Turn<'_> {
         let encoded = attachment.encode();
         let ballot = Ballot {
             is_partial: !is_inline,
-            ..own_ballot(call, fault.as_ref(), *rank)
+            ..own_ballot(call, fault.as_ref(), members.rank)
         };
         let vote = Vote {
             ballot,
@@ -414,7 +414,7 @@ impl Turn<'_> {
             let Some(plan) = plan(&attachments)? else {
                 return Ok(None);
             };
-            let (sent, received) = plan.moved_bytes(*rank);
+            let (sent, received) = plan.moved_bytes(members.rank);
             lock(traffic).record_payload(call.dtype.is_some(), sent, received);
             if tally.ballot.is_partial {
                 return Ok(Some(plan));
@@ -423,10 +423,7 @@ impl Turn<'_> {
                 .iter()
                 .map(|attachment| attachment.payload)
                 .collect();
-            plan.deliver(&payloads, *rank)
-                .map_err(|(sender, published)| {
-                    too_short_error(call, global_ranks[sender], published)
-                })?;
+            plan.deliver(&payloads, members, &round)?;
             Ok(None)
         });
         let outcome = if is_unanimous {
@@ -556,34 +553,22 @@ impl Turn<'_> {
     }
 
     /// Queues a transfer of GPU memory, after all ranks have agreed on the call, unless all of them
-    /// expect it. `moved_bytes` is the number of bytes to and from other ranks.
+    /// expect it. This rank sends and receives so many bytes to and from other ranks.
     pub(crate) fn transfer<R>(
-        &mut self,
-        moved_bytes: (usize, usize),
-        queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
-    ) -> Result<R, CommError> {
-        match self.agreement {
-            Agreement::Due => self.synchronize()?,
-            Agreement::LeftOut => self.leave_out_agreement(),
-            Agreement::Done => {}
-        }
-        self.queue(moved_bytes, queue)
-    }
-
-    /// Goes on to the round of a call that all ranks expect, without an agreement.
-    fn leave_out_agreement(&mut self) {
-        self.progress.rounds += 1;
-        let device = self.group.device_transfer();
-        let device = device.expect("only a group that moves GPU memory has an order");
-        device.leave_out(&self.current_round(), &self.call);
-    }
-
-    /// Queues a transfer of GPU memory in the current round.
-    fn queue<R>(
         &mut self,
         (sent, received): (usize, usize),
         queue: impl FnOnce(&Round<'_>, &Call) -> Result<R, CommError>,
     ) -> Result<R, CommError> {
+        match self.agreement {
+            Agreement::Due => self.synchronize()?,
+            Agreement::LeftOut => {
+                self.progress.rounds += 1;
+                let device = self.group.device_transfer();
+                let device = device.expect("only a group that moves GPU memory has an order");
+                device.leave_out(&self.current_round(), &self.call);
+            }
+            Agreement::Done => {}
+        }
         lock(&self.group.shared.traffic).record_payload(true, sent, received);
         let outcome = queue(&self.current_round(), &self.call);
         self.end_round(outcome)
@@ -636,18 +621,6 @@ pub(crate) fn difference_error(tally: &Tally, operation: &str, ranks: &[usize]) 
     CommError::Mismatch {
         sequence: first_call.sequence,
         calls: RankCall::collect(calls),
-    }
-}
-
-/// Returns the error for a rank that published fewer bytes than it promised. Only a bug in
-/// a backend can cause it.
-fn too_short_error(call: &Call, rank: usize, published: usize) -> CommError {
-    CommError::Mismatch {
-        sequence: call.sequence,
-        calls: vec![RankCall {
-            ranks: vec![rank],
-            call: format!("{call}, but published only {published} bytes"),
-        }],
     }
 }
 

@@ -22,8 +22,7 @@ impl ProcessGroup {
         value: &T,
     ) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
-        let own_objects = encode(&call, value).map(|bytes| vec![bytes]);
-        let objects = self.exchange_objects(call.clone(), Pattern::AllGather, own_objects)?;
+        let objects = self.exchange(&call, Pattern::AllGather, Ok(()), [value])?;
         decode_all(&call, &objects)
     }
 
@@ -41,10 +40,8 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::GatherObject)
         };
-        let own_objects = check(&call, || self.check_root(root))
-            .and_then(|()| encode(&call, value))
-            .map(|bytes| vec![bytes]);
-        let objects = self.exchange_objects(call.clone(), Pattern::Gather { root }, own_objects)?;
+        let arguments = check(&call, || self.check_root(root));
+        let objects = self.exchange(&call, Pattern::Gather { root }, arguments, [value])?;
         if self.rank() != root {
             return Ok(None);
         }
@@ -81,10 +78,7 @@ impl ProcessGroup {
         });
         // Only the values of the root count.
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
-        let own_objects =
-            arguments.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
-        let objects =
-            self.exchange_objects(call.clone(), Pattern::Scatter { root }, own_objects)?;
+        let objects = self.exchange(&call, Pattern::Scatter { root }, arguments, values)?;
         decode(&call, &objects[root])
     }
 
@@ -105,11 +99,29 @@ impl ProcessGroup {
         };
         let arguments = check(&call, || self.check_value(value.is_some(), root));
         let value = value.filter(|_| self.rank() == root);
-        let own_objects =
-            arguments.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
-        let objects =
-            self.exchange_objects(call.clone(), Pattern::Broadcast { root }, own_objects)?;
+        let objects = self.exchange(&call, Pattern::Broadcast { root }, arguments, value)?;
         decode(&call, &objects[root])
+    }
+
+    /// Moves the `values` of this rank in an operation of their own. If the `arguments` are wrong, or
+    /// a value cannot be encoded, the operation fails on all ranks. See
+    /// [`Turn::exchange_objects`](crate::group::Turn::exchange_objects).
+    fn exchange<'v, T: Serialize + 'v>(
+        &self,
+        call: &Call,
+        pattern: Pattern,
+        arguments: Result<(), CommError>,
+        values: impl IntoIterator<Item = &'v T>,
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        let mut objects = Vec::new();
+        let arguments = arguments.and_then(|()| {
+            for value in values {
+                objects.push(encode(call, value)?);
+            }
+            Ok(())
+        });
+        self.begin(call.clone(), arguments)?
+            .exchange_objects(None, pattern, &objects)
     }
 
     /// Copies the root's value to every rank, unless any rank has an error, which then becomes the

@@ -103,9 +103,9 @@ impl ProcessGroup {
         let mistake = if excluded.is_empty() {
             Some("it must leave out a rank".to_owned())
         } else if excluded.contains(&self.rank()) {
+            let rank = self.rank();
             Some(format!(
-                "rank {} is to be left out, and must not call it",
-                self.rank()
+                "rank {rank} is to be left out, and must not call it"
             ))
         } else {
             let unknown = excluded.iter().find(|&&rank| rank >= rank_count);

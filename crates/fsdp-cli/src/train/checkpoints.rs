@@ -273,7 +273,7 @@ impl Checkpoints {
             0 => remove_damaged(&location),
             _ => Ok(()),
         };
-        let group = group.with_deadline_at_least(STORAGE_DEADLINE);
+        let group = group.with_deadline(group.deadline().max(STORAGE_DEADLINE));
         let outcome = group.agree("remove a damaged checkpoint", outcome);
         outcome.with_context(|| format!("failed to remove the damaged `{location}`"))
     }

@@ -143,12 +143,8 @@ impl Backend for LocalBackend {
         _round: &Round<'_>,
         members: Members,
     ) -> Result<Arc<dyn Backend>, CommError> {
-        let hub = &self.membership.hub;
-        Ok(Arc::new(LocalBackend {
-            membership: Arc::clone(&self.membership),
-            group: hub.group(members.id, &members.global_ranks),
-            members,
-        }))
+        let membership = Arc::clone(&self.membership);
+        Ok(Arc::new(LocalBackend::new(membership, members)))
     }
 
     fn abort(&self, _round: u64, error: &CommError) {
@@ -157,6 +153,15 @@ impl Backend for LocalBackend {
 }
 
 impl LocalBackend {
+    /// Opens a group on a rank, which is one of its members.
+    fn new(membership: Arc<Membership>, members: Members) -> LocalBackend {
+        LocalBackend {
+            group: membership.hub.group(members.id, &members.global_ranks),
+            membership,
+            members,
+        }
+    }
+
     /// Fills this rank's destination from the slices that the ranks have published.
     ///
     /// # Errors
@@ -164,11 +169,6 @@ impl LocalBackend {
     /// little.
     fn read_published(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
         let Group { board, slots } = &*self.group;
-        let Members {
-            rank: own_rank,
-            global_ranks,
-            ..
-        } = &self.members;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
             if plan.received_ranges[rank].is_empty() {
@@ -178,7 +178,7 @@ impl LocalBackend {
             let Some(loan) = slot.borrow(round.number) else {
                 // The slice is not published any more although this rank has not read it. Its owner
                 // withdraws it early only if the round has failed.
-                return Err(board.withdrawn_error(round, *own_rank, rank));
+                return Err(board.withdrawn_error(round, self.members.rank, rank));
             };
             loans.push(Some(loan));
         }
@@ -189,10 +189,6 @@ impl LocalBackend {
                 None => &[],
             })
             .collect();
-        plan.deliver(&sources, *own_rank)
-            .map_err(|(rank, published)| {
-                let reason = format!("published only {published} bytes");
-                round.rank_left_error(global_ranks[rank], reason)
-            })
+        plan.deliver(&sources, &self.members, round)
     }
 }

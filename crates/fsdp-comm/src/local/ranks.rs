@@ -9,7 +9,7 @@ use std::time::Duration;
 use fsdp_layout::ErrorKind;
 
 use super::turns::{TurnGuard, Turns};
-use super::{Group, Hub, LocalBackend, Membership};
+use super::{Hub, LocalBackend, Membership};
 use crate::backend::{Backend, Members};
 use crate::deadline::DEFAULT_DEADLINE;
 use crate::error::{CommError, RankFailure, bounded};
@@ -49,17 +49,11 @@ impl ProcessGroup {
     /// ```
     #[must_use]
     pub fn alone() -> Self {
-        let hub = Arc::new(Hub::default());
-        let group = hub.group(0, &[0]);
-        let backend = LocalBackend {
-            membership: Arc::new(Membership { hub, rank: 0 }),
-            group,
-            members: Members {
-                id: 0,
-                global_ranks: vec![0],
-                rank: 0,
-            },
+        let membership = Membership {
+            hub: Arc::default(),
+            rank: 0,
         };
+        let backend = LocalBackend::new(Arc::new(membership), Members::world(0, 1));
         ProcessGroup::new(Arc::new(backend), DEFAULT_DEADLINE, 1)
     }
 }
@@ -129,7 +123,7 @@ impl LocalRanks {
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
         // The group is held until all ranks are done, so that a rank that starts late learns of the
         // error that ended it.
-        let world = hub.group(0, &global_ranks);
+        let _world = hub.group(0, &global_ranks);
         let memberships: Vec<Arc<Membership>> = global_ranks
             .iter()
             .map(|&rank| {
@@ -147,13 +141,12 @@ impl LocalRanks {
             // If a rank cannot be started, the remaining memberships are dropped, which tells the
             // started ranks.
             for (rank, membership) in memberships.into_iter().enumerate() {
-                let world = &world;
                 let panics = &panics;
                 let f = &f;
                 let thread = thread::Builder::new()
                     .name(format!("rank-{rank}"))
                     .stack_size(self.stack_bytes)
-                    .spawn_scoped(scope, move || self.run_rank(membership, world, panics, f))
+                    .spawn_scoped(scope, move || self.run_rank(membership, panics, f))
                     .map_err(|error| CommError::Start {
                         rank,
                         message: error.to_string(),
@@ -179,7 +172,6 @@ impl LocalRanks {
     fn run_rank<T>(
         &self,
         membership: Arc<Membership>,
-        world: &Arc<Group>,
         panics: &Mutex<Vec<RankFailure>>,
         f: &impl Fn(ProcessGroup) -> T,
     ) -> Option<T> {
@@ -191,15 +183,9 @@ impl LocalRanks {
         // Values are dropped in the reverse order. So this makes the rank leave before its turn
         // ends.
         let membership = membership;
-        let mut backend: Arc<dyn Backend> = Arc::new(LocalBackend {
-            membership: Arc::clone(&membership),
-            group: Arc::clone(world),
-            members: Members {
-                id: 0,
-                global_ranks: (0..self.world_size).collect(),
-                rank,
-            },
-        });
+        let members = Members::world(rank, self.world_size);
+        let mut backend: Arc<dyn Backend> =
+            Arc::new(LocalBackend::new(Arc::clone(&membership), members));
         if let Some(link) = self.link {
             backend = Arc::new(LinkedBackend::new(backend, link));
         }

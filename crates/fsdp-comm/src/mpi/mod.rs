@@ -35,7 +35,7 @@ pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
     let round = Round::rendezvous(timeout, deadline);
     let rank = control.members().rank;
     let ranks_on_host = job.ranks_on_host;
-    let backend = blame::record(rank, MpiBackend::new(job, control, 0, &round))?;
+    let backend = blame::record(rank, MpiBackend::new(job, control, &round))?;
     Ok(ProcessGroup::new(Arc::new(backend), timeout, ranks_on_host))
 }
 
@@ -52,14 +52,9 @@ impl MpiBackend {
     /// Makes the backend of one group, and its MPI communicator. `control` is the same group over
     /// TCP, over which the ranks agree on each operation. Collective over the group, except in a
     /// group of one rank, which needs no communicator.
-    fn new(
-        job: Arc<Job>,
-        control: Arc<TcpBackend>,
-        id: u64,
-        round: &Round<'_>,
-    ) -> Result<Self, CommError> {
+    fn new(job: Arc<Job>, control: Arc<TcpBackend>, round: &Round<'_>) -> Result<Self, CommError> {
         let communicator = if control.members().global_ranks.len() > 1 {
-            Some(create_communicator(&job, &control, id, round)?)
+            Some(create_communicator(&job, &control, round)?)
         } else {
             None
         };
@@ -73,14 +68,8 @@ impl MpiBackend {
     /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
         let mut communicator_slot = lock(&self.communicator);
-        let rank = self.control.members().rank;
         let Some(communicator) = &*communicator_slot else {
-            return plan.deliver(&[send], rank).map_err(|(_, published)| {
-                library_error(
-                    "a copy",
-                    format!("{published} bytes are fewer than this rank wants of itself"),
-                )
-            });
+            return plan.deliver(&[send], self.control.members(), round);
         };
         let outcome = transfer::transfer(communicator, send, plan, &mut |call| {
             wait(round.operation, call, || self.control.failure(round))
@@ -117,14 +106,9 @@ impl Backend for MpiBackend {
     }
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
-        let id = members.id;
         let control = Arc::new(self.control.create_subgroup(round, members)?);
-        Ok(Arc::new(MpiBackend::new(
-            Arc::clone(&self.job),
-            control,
-            id,
-            round,
-        )?))
+        let job = Arc::clone(&self.job);
+        Ok(Arc::new(MpiBackend::new(job, control, round)?))
     }
 
     fn shrink(&self, _round: &Round<'_>, _members: Members) -> Result<Arc<dyn Backend>, CommError> {
@@ -143,12 +127,12 @@ impl Backend for MpiBackend {
 fn create_communicator(
     job: &Job,
     control: &TcpBackend,
-    id: u64,
     round: &Round<'_>,
 ) -> Result<Communicator, CommError> {
     const CALL: &str = "MPI_Comm_create_group";
     // A rank may have given up already, and then no rank may make the call.
     control.exchange_at_setup(round, &[])?;
+    let id = control.members().id;
     let ranks = control.members().global_ranks.clone();
     let (maker, made_communicators) = mpsc::channel();
     thread::Builder::new()

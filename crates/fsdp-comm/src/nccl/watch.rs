@@ -78,8 +78,10 @@ impl Watch<'_> {
     fn group_failure(&self) -> Option<CommError> {
         // An operation may wait in the stream while a later round fails. The other ranks then abort
         // their communicators, and with them this operation.
-        let failure = self.control.failure_in_any_round();
-        failure.or_else(|| self.control.failure(&self.round))
+        self.control.failure(&Round {
+            number: u64::MAX,
+            ..self.round
+        })
     }
 
     /// Waits until `is_done` returns `true`.

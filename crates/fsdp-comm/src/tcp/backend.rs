@@ -9,9 +9,9 @@ use bytes::Bytes;
 use super::node::Node;
 use super::rendezvous::{self, Participant};
 use super::shared::SharedMemory;
+use super::sockets::{self, Member};
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use super::sockets::LAST_SETUP_ROUND;
-use super::sockets::{self, Member, SETUP_ROUNDS};
+use crate::backend::SETUP_ROUNDS;
 #[cfg(any(test, feature = "nccl"))]
 use crate::backend::Tally;
 use crate::backend::{Backend, Members, Plan, Planner, Round, Vote};
@@ -78,22 +78,20 @@ impl TcpOptions {
         &self,
         environment: &Environment,
     ) -> Result<TcpBackend, CommError> {
-        blame::record(environment.rank, self.meet(environment))
-    }
-
-    /// Opens the store, and meets the other ranks there.
-    fn meet(&self, environment: &Environment) -> Result<TcpBackend, CommError> {
-        let deadline = deadline_after(self.deadline);
-        let store = rendezvous::open(environment, self.deadline)?;
-        let participant = Participant {
-            rank: environment.rank,
-            world_size: environment.world_size,
-            address: environment.master(),
-            timeout: self.deadline,
-            deadline,
-            connect_all_up_to: self.connect_all_up_to,
+        let meet = || {
+            let deadline = deadline_after(self.deadline);
+            let store = rendezvous::open(environment, self.deadline)?;
+            let participant = Participant {
+                rank: environment.rank,
+                world_size: environment.world_size,
+                address: environment.master(),
+                timeout: self.deadline,
+                deadline,
+                connect_all_up_to: self.connect_all_up_to,
+            };
+            TcpBackend::meet(&participant, store, self.shared_memory)
         };
-        TcpBackend::meet(&participant, store, self.shared_memory)
+        blame::record(environment.rank, meet())
     }
 }
 
@@ -114,11 +112,7 @@ impl TcpBackend {
         shared_memory: bool,
     ) -> Result<Self, CommError> {
         let node = rendezvous::meet(participant, store, shared_memory)?;
-        let members = Members {
-            id: 0,
-            global_ranks: (0..participant.world_size).collect(),
-            rank: participant.rank,
-        };
+        let members = Members::world(participant.rank, participant.world_size);
         let round = Round::rendezvous(participant.timeout, participant.deadline);
         TcpBackend::new(node, members, &round)
     }
@@ -168,7 +162,6 @@ impl TcpBackend {
         vote: &Vote<'_>,
         plan: Planner<'p, '_>,
     ) -> Result<Option<Plan<'p>>, CommError> {
-        let round = &after_setup(round);
         if let Some(failure) = self.node.failure(self.members.id, round, &[]) {
             return Err(failure);
         }
@@ -182,15 +175,6 @@ impl TcpBackend {
     }
 }
 
-/// Returns the round that this round of a group's operations is for a node, to which the rounds of
-/// the setup come first.
-fn after_setup<'r>(round: &Round<'r>) -> Round<'r> {
-    Round {
-        number: round.number + SETUP_ROUNDS,
-        ..*round
-    }
-}
-
 /// The votes that a backend leaves out while all goes well, and makes up for if something goes
 /// wrong.
 #[cfg(any(test, feature = "nccl"))]
@@ -199,14 +183,13 @@ impl TcpBackend {
     /// but this one has not. It may be a round that is long over on this rank.
     pub(crate) fn awaited_round(&self, last_number: u64) -> Option<u64> {
         let inbox = self.node.inbox().lock();
-        let awaited = inbox.awaited_round(self.members.id, last_number + SETUP_ROUNDS);
-        awaited?.checked_sub(SETUP_ROUNDS)
+        inbox.awaited_round(self.members.id, last_number)
     }
 
     /// Votes in a round that this rank has left out, with all others, which must call this too. Any
     /// thread may, also while another one is in a later round.
     pub(crate) fn vote_late(&self, round: &Round<'_>, vote: &Vote<'_>) -> Result<Tally, CommError> {
-        self.member().vote(&after_setup(round), vote)
+        self.member().vote(round, vote)
     }
 }
 
@@ -220,28 +203,17 @@ impl TcpBackend {
         round: &Round<'_>,
         record: &[u8],
     ) -> Result<Vec<Bytes>, CommError> {
-        let round = Round {
-            number: LAST_SETUP_ROUND,
-            ..*round
-        };
+        const LAST_SETUP_ROUND: u64 = SETUP_ROUNDS - 1;
         self.member()
-            .exchange(&round, record)
-            .inspect_err(|error| self.node.abort(self.members.id, LAST_SETUP_ROUND, error))
+            .exchange(round, LAST_SETUP_ROUND, record)
+            .inspect_err(|error| self.abort(LAST_SETUP_ROUND, error))
     }
 
     /// Returns the reason that a round which still needs all other ranks cannot end, if there is
     /// one.
     pub(crate) fn failure(&self, round: &Round<'_>) -> Option<CommError> {
         let others: Vec<usize> = self.member().others().collect();
-        self.node
-            .failure(self.members.id, &after_setup(round), &others)
-    }
-
-    /// Returns the error that has ended the group, in whichever round.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn failure_in_any_round(&self) -> Option<CommError> {
-        let inbox = self.node.inbox().lock();
-        inbox.failure_in_any_round(self.members.id)
+        self.node.failure(self.members.id, round, &others)
     }
 
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
@@ -274,7 +246,6 @@ impl Backend for TcpBackend {
         let Some(plan) = self.plan(round, vote, plan)? else {
             return Ok(());
         };
-        let round = &after_setup(round);
         match &self.memory {
             Some(memory) => memory.transfer(self.member(), round, send, plan),
             None => sockets::transfer(self.member(), round, send, plan),
@@ -286,8 +257,7 @@ impl Backend for TcpBackend {
     }
 
     fn abort(&self, round: u64, error: &CommError) {
-        self.node
-            .abort(self.members.id, round + SETUP_ROUNDS, error);
+        self.node.abort(self.members.id, round, error);
     }
 }
 
@@ -306,7 +276,7 @@ mod tests {
 
     use super::super::frame::{CHUNK_BYTES, Kind, Notice, OutgoingFrame};
     use super::*;
-    use crate::backend::{Destination, Pattern};
+    use crate::backend::{Destination, Pattern, SETUP_ROUNDS};
     use crate::ballot::Ballot;
 
     /// A vote in which nothing is compared.
@@ -348,7 +318,7 @@ mod tests {
     /// Returns the first round of a group, which may take so long.
     fn round(timeout: Duration) -> Round<'static> {
         Round {
-            number: 0,
+            number: SETUP_ROUNDS,
             sequence: 0,
             operation: "test",
             timeout,
@@ -525,7 +495,7 @@ mod tests {
     fn ranks_make_up_for_a_vote_that_they_have_left_out() {
         let [first, second] = pair(false);
         let late = Round {
-            number: 2,
+            number: SETUP_ROUNDS + 2,
             ..round(Duration::from_secs(20))
         };
         let failed = Ballot {
@@ -538,10 +508,10 @@ mod tests {
         };
         thread::scope(|scope| {
             let failed = scope.spawn(|| first.vote_late(&late, &vote));
-            while second.awaited_round(7) != Some(2) {
+            while second.awaited_round(SETUP_ROUNDS + 7) != Some(late.number) {
                 thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(second.awaited_round(1), None);
+            assert_eq!(second.awaited_round(SETUP_ROUNDS + 1), None);
             let tally = second.vote_late(&late, &BLANK).unwrap();
             assert!(!tally.ballot.is_unanimous());
             assert_eq!(failed.join().unwrap(), Ok(tally));
@@ -583,7 +553,7 @@ mod tests {
         thread::scope(|scope| {
             let late = scope.spawn(|| barrier(&first, Duration::ZERO));
             thread::sleep(Duration::from_millis(200));
-            second.abort(0, &error);
+            second.abort(SETUP_ROUNDS, &error);
             assert_eq!(late.join().unwrap(), Err(error));
         });
     }
@@ -598,14 +568,14 @@ mod tests {
         let own_error = short.rank_left_error(1, "of this test");
         let conclude = |error: CommError| {
             let memory = first.memory.as_ref().unwrap();
-            memory.conclude(first.member(), &after_setup(&short), 0, Err(error))
+            memory.conclude(first.member(), &short, 0, Err(error))
         };
         // The first one has not told its error yet, or never does.
         assert_eq!(conclude(own_error.clone()), Err(own_error.clone()));
         thread::scope(|scope| {
             let late = scope.spawn(|| conclude(own_error));
             thread::sleep(Duration::from_millis(50));
-            second.abort(0, &error);
+            second.abort(SETUP_ROUNDS, &error);
             assert_eq!(late.join().unwrap(), Err(error));
         });
     }

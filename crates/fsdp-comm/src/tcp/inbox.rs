@@ -520,13 +520,6 @@ impl InboxState {
             && departure.is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT)
     }
 
-    /// Returns the error that has ended the group, in whichever round.
-    #[cfg(feature = "nccl")]
-    pub(super) fn failure_in_any_round(&self, group: u64) -> Option<CommError> {
-        let (_, failure) = self.groups.get(&group)?.failure.as_ref()?;
-        Some(failure.clone())
-    }
-
     /// Returns the error that has ended the group, for a round which cannot end because of it.
     pub(super) fn group_error(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
         let (failed, failure) = self.groups.get(&group)?.failure.as_ref()?;

@@ -99,13 +99,13 @@ impl SharedMemory {
             }
         });
         // Step 2: send all ranks what they need to map it, over the sockets.
-        let invitations = exchange(member, round, 0, &invitation)?;
+        let invitations = member.exchange(round, 0, &wire::encode_plain(&invitation))?;
         // Step 3: map the segments of all others. The file stays open until all have mapped it,
         // after the next exchange.
         let (own_segment, _file) = created.ok().unzip();
         let segments = own_segment.and_then(|own_segment| map_all(rank, own_segment, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
-        let verdicts = exchange(member, round, 1, &segments.is_some())?;
+        let verdicts = member.exchange(round, 1, &wire::encode_plain(&segments.is_some()))?;
         let works_for_all = verdicts
             .iter()
             .all(|verdict| wire::decode(verdict) == Ok(true));
@@ -356,35 +356,21 @@ impl SharedMemory {
     }
 }
 
-/// Exchanges a message with the other ranks of the host, in the setup round of this number. Returns
-/// the encoded messages of all ranks, this one's too, in rank order.
-fn exchange<T: Serialize>(
-    member: Member<'_>,
-    round: &Round<'_>,
-    setup_round: u64,
-    message: &T,
-) -> Result<Vec<Bytes>, CommError> {
-    member.exchange(
-        &Round {
-            number: setup_round,
-            ..*round
-        },
-        &wire::encode_plain(message),
-    )
-}
-
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its
 /// rank's token.
 fn map_all(rank: usize, own_segment: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
-    let ranks = invitations.len();
-    let mut segments = Vec::with_capacity(ranks);
-    for (other_rank, invitation) in invitations.iter().enumerate() {
-        if other_rank != rank {
-            segments.push(map(other_rank, invitation, ranks)?);
-        }
-    }
-    segments.insert(rank, own_segment);
-    Some(segments)
+    let mut own_segment = Some(own_segment);
+    let segments = invitations
+        .iter()
+        .enumerate()
+        .map(|(other_rank, invitation)| {
+            if other_rank == rank {
+                own_segment.take()
+            } else {
+                map(other_rank, invitation, invitations.len())
+            }
+        });
+    segments.collect()
 }
 
 /// Maps the segment of another rank. Returns `None` if that is not possible, or if the segment

@@ -10,12 +10,6 @@ use crate::backend::{Destination, Plan, Round, Tally, Vote};
 use crate::ballot::Ballot;
 use crate::error::CommError;
 
-/// The number of rounds in which a group is set up: two for shared memory, and one for the backends
-/// that build on this one. The rounds of its operations come after these.
-pub(super) const SETUP_ROUNDS: u64 = 3;
-#[cfg(any(feature = "mpi", feature = "nccl"))]
-pub(super) const LAST_SETUP_ROUND: u64 = SETUP_ROUNDS - 1;
-
 /// One rank of one group.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Member<'a> {
@@ -31,29 +25,11 @@ impl Member<'_> {
     /// Returns the global ranks of all others.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(super) fn others(&self) -> impl Iterator<Item = usize> {
-        let own_rank = self.node.rank;
+        let own_rank = self.ranks[self.rank];
         self.ranks
             .iter()
             .copied()
             .filter(move |&rank| rank != own_rank)
-    }
-
-    /// Sends a frame of a round to a rank of the group.
-    fn send(
-        &self,
-        round: &Round<'_>,
-        receiver: usize,
-        kind: Kind,
-        body: &[u8],
-    ) -> Result<(), CommError> {
-        let frame = OutgoingFrame {
-            receiver,
-            kind,
-            group: self.group,
-            round: round.number,
-            body,
-        };
-        self.node.send(&frame, round)
     }
 
     /// Votes in a round with all other ranks of the group.
@@ -61,25 +37,21 @@ impl Member<'_> {
         self.node.vote(self.group, round, vote)
     }
 
-    /// Shows a message to all other ranks, in a round in which nothing is compared. Returns the
-    /// messages of all ranks, in rank order.
+    /// Shows a message to all other ranks, in a setup round of this number, which is otherwise like
+    /// `round`. Returns the messages of all ranks, in rank order.
     pub(super) fn exchange(
         &self,
         round: &Round<'_>,
+        number: u64,
         message: &[u8],
     ) -> Result<Vec<Bytes>, CommError> {
+        let round = Round { number, ..*round };
         let vote = Vote {
             ballot: Ballot::blank(),
             attachment: message,
         };
-        Ok(self.vote(round, &vote)?.attachments)
+        Ok(self.vote(&round, &vote)?.attachments)
     }
-}
-
-/// The ranges of bytes that this rank sends to each rank and takes from each rank.
-struct Ranges<'a> {
-    sent: &'a [Range<usize>],
-    received: &'a [Range<usize>],
 }
 
 /// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
@@ -95,16 +67,17 @@ pub(super) fn transfer(
     send: &[u8],
     plan: Plan<'_>,
 ) -> Result<(), CommError> {
-    let ranges = Ranges {
-        sent: &plan.sent_ranges,
-        received: &plan.received_ranges,
-    };
-    let own_bytes = &send[plan.received_ranges[member.rank].clone()];
-    let mut destination = plan.destination;
-    let send_chunk_count = max_chunk_count(ranges.sent);
-    let receive_chunk_count = max_chunk_count(ranges.received);
+    let Plan {
+        sent_ranges,
+        received_ranges,
+        mut destination,
+        ..
+    } = plan;
+    let own_bytes = &send[received_ranges[member.rank].clone()];
+    let send_chunk_count = max_chunk_count(&sent_ranges);
+    let receive_chunk_count = max_chunk_count(&received_ranges);
     for index in 0..=send_chunk_count.max(receive_chunk_count) {
-        send_chunks(member, round, send, &ranges, index)?;
+        send_chunks(member, round, send, [&sent_ranges, &received_ranges], index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank
         // copies its own bytes, and sends its next chunk, while the chunks of the others are on
         // their way.
@@ -114,7 +87,12 @@ pub(super) fn transfer(
             }
             continue;
         };
-        let chunks = receive_chunks(member, round, &ranges, previous_index)?;
+        let chunks = receive_chunks(
+            member,
+            round,
+            [&sent_ranges, &received_ranges],
+            previous_index,
+        )?;
         if previous_index < receive_chunk_count {
             let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
             if let Destination::Reduce(_) = destination {
@@ -136,15 +114,22 @@ fn send_chunks(
     member: Member<'_>,
     round: &Round<'_>,
     send: &[u8],
-    ranges: &Ranges<'_>,
+    [sent_ranges, received_ranges]: [&[Range<usize>]; 2],
     index: usize,
 ) -> Result<(), CommError> {
     let ranks = member.ranks.len();
     for receiver in (1..ranks).map(|distance| (member.rank + distance) % ranks) {
-        let bytes = &send[ranges.sent[receiver].clone()];
+        let bytes = &send[sent_ranges[receiver].clone()];
         let chunk = &bytes[chunk_range(bytes.len(), index)];
-        if !chunk.is_empty() || is_answered(&ranges.received[receiver], index) {
-            member.send(round, member.ranks[receiver], Kind::Chunk, chunk)?;
+        if !chunk.is_empty() || is_answered(&received_ranges[receiver], index) {
+            let frame = OutgoingFrame {
+                receiver: member.ranks[receiver],
+                kind: Kind::Chunk,
+                group: member.group,
+                round: round.number,
+                body: chunk,
+            };
+            member.node.send(&frame, round)?;
         }
     }
     Ok(())
@@ -155,14 +140,14 @@ fn send_chunks(
 fn receive_chunks(
     member: Member<'_>,
     round: &Round<'_>,
-    ranges: &Ranges<'_>,
+    [sent_ranges, received_ranges]: [&[Range<usize>]; 2],
     index: usize,
 ) -> Result<Vec<Vec<u8>>, CommError> {
     let mut chunks = vec![Vec::new(); member.ranks.len()];
-    for (sender_index, range) in ranges.received.iter().enumerate() {
+    for (sender_index, range) in received_ranges.iter().enumerate() {
         let due_bytes = chunk_range(range.len(), index).len();
         if sender_index == member.rank
-            || (due_bytes == 0 && !is_answered(&ranges.sent[sender_index], index))
+            || (due_bytes == 0 && !is_answered(&sent_ranges[sender_index], index))
         {
             continue;
         }

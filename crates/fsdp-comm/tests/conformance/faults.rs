@@ -93,7 +93,11 @@ const OPERATIONS: &[(&str, Call)] = &[
     ("all-gather, uneven", |group, len| {
         let counts: Vec<usize> = (0..group.world_size()).map(|rank| len * rank).collect();
         let input = vec![1f32; counts[group.rank()]];
-        group.all_gather_uneven_into(&mut vec![0.0; counts.iter().sum()], &counts, &input)
+        group.all_gather_uneven_into_slices(
+            &mut [&mut vec![0.0; counts.iter().sum()]],
+            &counts,
+            &input,
+        )
     }),
     ("reduce-scatter", |group, len| {
         group.reduce_scatter(

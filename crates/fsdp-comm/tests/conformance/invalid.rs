@@ -86,19 +86,19 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
     (
         "all-gather, too few counts",
         |group| {
-            group.all_gather_uneven_into(
-                &mut whole(group, 2),
+            group.all_gather_uneven_into_slices(
+                &mut [&mut whole(group, 2)],
                 &vec![2; group.world_size()],
                 &[1.0; 2],
             )
         },
-        |group| group.all_gather_uneven_into(&mut [0.0; 2], &[2], &[1.0; 2]),
+        |group| group.all_gather_uneven_into_slices(&mut [&mut [0.0; 2]], &[2], &[1.0; 2]),
     ),
     (
         "all-gather, counts that overflow",
         |group| {
-            group.all_gather_uneven_into(
-                &mut whole(group, 2),
+            group.all_gather_uneven_into_slices(
+                &mut [&mut whole(group, 2)],
                 &vec![2; group.world_size()],
                 &[1.0; 2],
             )
@@ -106,7 +106,7 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         |group| {
             let mut counts = vec![usize::MAX; group.world_size()];
             counts[group.rank()] = 2;
-            group.all_gather_uneven_into(&mut [0.0; 2], &counts, &[1.0; 2])
+            group.all_gather_uneven_into_slices(&mut [&mut [0.0; 2]], &counts, &[1.0; 2])
         },
     ),
     (

@@ -58,7 +58,11 @@ fn gather_to(group: &ProcessGroup, root: usize) -> Result<(), CommError> {
 fn uneven(group: &ProcessGroup, others: usize) -> Result<(), CommError> {
     let mut counts = vec![others; group.world_size()];
     counts[group.rank()] = 2;
-    group.all_gather_uneven_into(&mut vec![0f32; counts.iter().sum()], &counts, &[1.0; 2])
+    group.all_gather_uneven_into_slices(
+        &mut [&mut vec![0f32; counts.iter().sum()]],
+        &counts,
+        &[1.0; 2],
+    )
 }
 
 fn all_to_all(group: &ProcessGroup, receive: usize) -> Result<(), CommError> {

@@ -87,7 +87,7 @@ fn all_gather_uneven<T: TestElement>(group: &ProcessGroup) {
         let mut output = vec![T::of(99); counts.iter().sum()];
         let input = numbers::<T>(group.rank(), counts[group.rank()]);
         group
-            .all_gather_uneven_into(&mut output, &counts, &input)
+            .all_gather_uneven_into_slices(&mut [&mut output], &counts, &input)
             .unwrap();
         assert_eq!(output, gathered::<T>(&counts));
     }
