@@ -5,6 +5,8 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use crate::deadline::time_left;
+
 /// Returns `true` if a read or write failed with `error` because the other side has closed the
 /// connection.
 pub(crate) fn is_end(error: &io::Error) -> bool {
@@ -63,7 +65,5 @@ fn check_may_retry(error: io::Error, deadline: Instant) -> io::Result<()> {
 /// Returns the time that remains until `deadline`, and at least a little, because zero would mean
 /// no timeout.
 fn remaining(deadline: Instant) -> Duration {
-    deadline
-        .saturating_duration_since(Instant::now())
-        .max(Duration::from_millis(1))
+    time_left(deadline).max(Duration::from_millis(1))
 }

@@ -13,3 +13,8 @@ pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(10 * 365 * 24 * 360
 pub(crate) fn deadline_after(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(MAX_TIMEOUT)
 }
+
+/// Returns the time that is left until a deadline.
+pub(crate) fn time_left(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}

@@ -279,12 +279,12 @@ impl Environment {
             return format!("127.0.0.1:{}", self.master_port);
         }
         // An IPv6 address needs brackets before a port.
-        let bare_v6 = self.master_addr.contains(':') && !self.master_addr.starts_with('[');
-        let (open_bracket, close_bracket) = if bare_v6 { ("[", "]") } else { ("", "") };
-        format!(
-            "{open_bracket}{}{close_bracket}:{}",
-            self.master_addr, self.master_port
-        )
+        let host = without_brackets(&self.master_addr);
+        if host.contains(':') {
+            format!("[{host}]:{}", self.master_port)
+        } else {
+            format!("{}:{}", self.master_addr, self.master_port)
+        }
     }
 
     /// Returns `true` if the launcher says that all ranks are on one host.
@@ -370,21 +370,17 @@ impl Variables<'_> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
-        match value.parse() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(variable_error(
-                name,
-                format!("is `{value}`, not a number in range"),
-            )),
-        }
+        value
+            .parse()
+            .map(Some)
+            .map_err(|_| variable_error(name, format!("is `{value}`, not a number in range")))
     }
 
     /// Reads the number in the first of the variables `names` that is set; `None` if none is.
     fn read_first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
-        match names.iter().find(|name| self.is_set(name)) {
-            Some(name) => self.read_number(name),
-            None => Ok(None),
-        }
+        let mut names = names.iter();
+        let name = names.find(|name| self.is_set(name));
+        name.map_or(Ok(None), |name| self.read_number(name))
     }
 
     /// Reads a variable that the launcher must have set, as it has set the rank.

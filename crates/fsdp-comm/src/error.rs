@@ -374,17 +374,16 @@ fn rank_list(ranks: &[usize]) -> String {
 /// Returns the ranks of a rendezvous for a message, or nothing if none is known: ` (connected: rank
 /// 0; missing: ranks 1, 2)`.
 fn attendance(joined: &[usize], missing: &[usize]) -> String {
-    let mut known_ranks = Vec::new();
-    if !joined.is_empty() {
-        known_ranks.push(format!("connected: {}", rank_list(joined)));
+    match (joined, missing) {
+        ([], []) => String::new(),
+        (_, []) => format!(" (connected: {})", rank_list(joined)),
+        ([], _) => format!(" (missing: {})", rank_list(missing)),
+        _ => format!(
+            " (connected: {}; missing: {})",
+            rank_list(joined),
+            rank_list(missing)
+        ),
     }
-    if !missing.is_empty() {
-        known_ranks.push(format!("missing: {}", rank_list(missing)));
-    }
-    if known_ranks.is_empty() {
-        return String::new();
-    }
-    format!(" ({})", known_ranks.join("; "))
 }
 
 /// Returns failures for a message: `rank 0: …; rank 2: …`.

@@ -35,8 +35,7 @@
 //!   exception.)
 //!
 //! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`],
-//! [`MAX_MESSAGE_BYTES`], [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`],
-//! [`MAX_STORE_BYTES`].
+//! [`MAX_MESSAGE_BYTES`], [`MAX_WORLD_SIZE`], [`MAX_STORE_BYTES`].
 
 mod access;
 mod backend;
@@ -90,6 +89,6 @@ pub use link::SimulatedLink;
 pub use local::{LocalRanks, Turns, run_local};
 pub use record::Operation;
 pub use reduce::ReduceOp;
-pub use store::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions, TcpStore};
+pub use store::{MAX_STORE_BYTES, StoreOptions, TcpStore};
 pub use tcp::TcpOptions;
 pub use traffic::Traffic;

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Members, Planner, Round, Tally, Vote};
+use crate::deadline::time_left;
 use crate::error::CommError;
 use crate::sync::lock;
 
@@ -40,12 +41,8 @@ pub struct SimulatedLink {
 impl SimulatedLink {
     /// Returns the time for which some bytes occupy the link.
     fn transfer_time(&self, bytes: usize) -> Duration {
-        if self.bytes_per_second == 0 {
-            return Duration::ZERO;
-        }
-        // This cannot overflow: the product of two numbers of 64 bits has 128.
-        let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second);
-        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+        // A speed of 0, which stands for no limit, gives no time that there is.
+        Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second as f64).unwrap_or_default()
     }
 }
 
@@ -65,7 +62,7 @@ impl Link {
             *free_at = (*free_at).max(Instant::now()) + self.options.transfer_time(bytes);
             *free_at + self.options.latency
         };
-        thread::sleep(arrival.saturating_duration_since(Instant::now()));
+        thread::sleep(time_left(arrival));
     }
 }
 
@@ -127,10 +124,5 @@ impl Backend for LinkedBackend {
 
     fn abort(&self, round: u64, error: &CommError) {
         self.inner.abort(round, error);
-    }
-
-    #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
-        self.inner.device()
     }
 }

@@ -33,32 +33,23 @@ const CLIENT: &str = "client";
 /// A rank's description of itself, sent when it connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
-    pub(crate) rank: u64,
-    pub(crate) world_size: u64,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
 }
 
 const HELLO_BYTES: usize = 16;
 
 impl Hello {
-    pub(crate) fn new(rank: usize, world_size: usize) -> Hello {
-        Hello {
-            rank: rank as u64,
-            world_size: world_size as u64,
-        }
-    }
-
     /// Returns the hello as it is sent: both numbers, little-endian.
     fn to_bytes(self) -> [u8; HELLO_BYTES] {
-        bytemuck::cast([self.rank.to_le_bytes(), self.world_size.to_le_bytes()])
+        bytemuck::cast([self.rank, self.world_size].map(|number| (number as u64).to_le_bytes()))
     }
 
     /// Reads a hello from the bytes that [`to_bytes`](Self::to_bytes) writes.
     fn from_bytes(bytes: [u8; HELLO_BYTES]) -> Hello {
-        let [rank, world_size]: [[u8; 8]; 2] = bytemuck::cast(bytes);
-        Hello {
-            rank: u64::from_le_bytes(rank),
-            world_size: u64::from_le_bytes(world_size),
-        }
+        let numbers: [[u8; 8]; 2] = bytemuck::cast(bytes);
+        let [rank, world_size] = numbers.map(|number| u64::from_le_bytes(number) as usize);
+        Hello { rank, world_size }
     }
 }
 

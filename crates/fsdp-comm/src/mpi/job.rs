@@ -11,7 +11,7 @@ use crate::access::Secret;
 use crate::backend::Pattern;
 use crate::backend_kind::BackendKind;
 use crate::blame;
-use crate::deadline::deadline_after;
+use crate::deadline::{deadline_after, time_left};
 use crate::error::CommError;
 use crate::polling::wait_until;
 use crate::store::{StoreOptions, TcpStore};
@@ -44,7 +44,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(1);
 /// This process's part in the MPI job. All groups of the process hold it.
 #[derive(Debug)]
 pub(super) struct Job {
-    owner: Owner,
+    owner: Mutex<Owner>,
     pub(super) control: Arc<TcpBackend>,
     /// The number of ranks on this host.
     pub(super) ranks_on_host: usize,
@@ -57,8 +57,8 @@ pub(super) struct Job {
 /// The handle of the thread that joins and leaves MPI.
 #[derive(Debug)]
 struct Owner {
-    leave_sender: Mutex<Option<Sender<()>>>,
-    departure_receiver: Mutex<Receiver<()>>,
+    leave_sender: Sender<()>,
+    departure_receiver: Receiver<()>,
 }
 
 impl Owner {
@@ -75,10 +75,10 @@ impl Owner {
         thread.map_err(|error| {
             unavailable_error(format!("its thread could not be started: {error}"))
         })?;
-        match start_receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match start_receiver.recv_timeout(time_left(deadline)) {
             Ok(Ok(())) => Ok(Owner {
-                leave_sender: Mutex::new(Some(leave_sender)),
-                departure_receiver: Mutex::new(departure_receiver),
+                leave_sender,
+                departure_receiver,
             }),
             Ok(Err(message)) => Err(unavailable_error(message)),
             Err(_) => Err(rendezvous_error(
@@ -148,7 +148,7 @@ impl Job {
         let (control, ranks_on_host) =
             blame::record(world.rank(), meet(&world, timeout, deadline))?;
         Ok(Arc::new(Job {
-            owner,
+            owner: Mutex::new(owner),
             control: Arc::new(control),
             ranks_on_host,
             failed: AtomicBool::new(false),
@@ -177,10 +177,10 @@ impl Drop for Job {
         // without leaving is left to its launcher.
         let all_leave =
             self.control.say_goodbye(goodbye_timeout) && !self.stuck.load(Ordering::Acquire);
-        let leave_sender = lock(&self.owner.leave_sender).take();
-        if let Some(leave_sender) = leave_sender.filter(|_| all_leave) {
-            leave_sender.send(()).ok();
-            if lock(&self.owner.departure_receiver).recv_timeout(FINALIZE_TIMEOUT)
+        if all_leave {
+            let owner = lock(&self.owner);
+            owner.leave_sender.send(()).ok();
+            if owner.departure_receiver.recv_timeout(FINALIZE_TIMEOUT)
                 == Err(RecvTimeoutError::Timeout)
             {
                 tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");

@@ -19,6 +19,7 @@ use super::library::{NcclCommunicator, SplitPlace};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
 use crate::backend::{Movement, QueuedTransfer, Round};
 use crate::blame;
+use crate::deadline::MAX_TIMEOUT;
 use crate::error::CommError;
 use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
 use crate::record::Call;
@@ -355,16 +356,18 @@ impl Communicator {
             if !state.left_out.is_empty() {
                 return Next::Wait;
             }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            state = wait_timeout(&self.changed, state, MAX_TIMEOUT);
         }
     }
 
     /// Calls `use_them` with the calls whose agreements were left out.
     pub(super) fn with_left_out<R>(&self, use_them: impl FnOnce(&mut LeftOut) -> R) -> R {
         use_them(&mut self.state().left_out)
+    }
+
+    /// Forgets the calls up to the round of this number, on which all ranks have agreed.
+    pub(super) fn forget_left_out(&self, up_to: u64) {
+        self.with_left_out(|left_out| left_out.retain(|&number, _| number > up_to));
     }
 
     /// Waits a little, or until something has changed.

@@ -7,7 +7,7 @@
 //! memory may come anywhere in the order: their votes travel as messages, which watchers answer
 //! too.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 
 use super::watch::OwnedRound;
 use crate::backend::{Backend as _, Round, Vote};
@@ -17,44 +17,9 @@ use crate::group::{difference_error, encode_record, own_ballot};
 use crate::record::{Call, Fault};
 use crate::tcp::TcpBackend;
 
-/// The calls whose agreements this rank has left out, in order, since all ranks last agreed.
-#[derive(Debug, Default)]
-pub(super) struct LeftOut(VecDeque<(OwnedRound, Call)>);
-
-impl LeftOut {
-    /// Adds a call.
-    pub(super) fn add(&mut self, round: &Round<'_>, call: &Call) {
-        self.0.push_back((OwnedRound::new(round), call.clone()));
-    }
-
-    /// Forgets all calls.
-    pub(super) fn clear(&mut self) {
-        self.0.clear();
-    }
-
-    /// Returns `true` if no agreement was left out.
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Returns the number of the last round.
-    pub(super) fn last_number(&self) -> Option<u64> {
-        self.0.back().map(|(round, _)| round.get().number)
-    }
-
-    /// Returns the round of a number, and its call; `None` if its agreement was not left out.
-    pub(super) fn find(&self, number: u64) -> Option<(OwnedRound, Call)> {
-        let mut calls = self.0.iter();
-        calls
-            .find(|(round, _)| round.get().number == number)
-            .cloned()
-    }
-
-    /// Forgets the calls up to this number, on which all ranks have agreed.
-    pub(super) fn forget_up_to(&mut self, number: u64) {
-        self.0.retain(|(round, _)| round.get().number > number);
-    }
-}
+/// The calls whose agreements this rank has left out since all ranks last agreed, by the numbers of
+/// their rounds.
+pub(super) type LeftOut = BTreeMap<u64, (OwnedRound, Call)>;
 
 /// Agrees on a call with all ranks, each of which may do so in any thread.
 ///

@@ -22,8 +22,8 @@ use libloading::Library;
 use crate::backend::{Collective, Movement};
 use crate::reduce::ReduceOp;
 
-/// The file names of the library.
-const LIBRARY_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// The file name of the library.
+const LIBRARY_NAME: &str = "libnccl.so.2";
 /// The file name of CUDA's driver, which NCCL needs.
 const DRIVER_NAME: &str = "libcuda.so.1";
 /// The first version whose configuration has all the fields that are set here, 2.18, as
@@ -137,20 +137,20 @@ fn functions() -> Result<&'static Functions, String> {
 /// Loads CUDA's driver and NCCL, and checks NCCL's version.
 fn load() -> Result<Functions, String> {
     // NCCL loads the driver by itself, and would not say clearly that it is not there.
-    open(&[DRIVER_NAME]).map_err(|error| {
+    open(DRIVER_NAME).map_err(|error| {
         format!(
             "CUDA's driver, `{DRIVER_NAME}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
         )
     })?;
-    let library = open(&LIBRARY_NAMES).map_err(|error| {
+    let library = open(LIBRARY_NAME).map_err(|error| {
         format!(
             "NCCL, `{}`, cannot be loaded ({error}): install NVIDIA's package `libnccl2`, or tell in `LD_LIBRARY_PATH` \
              where it is",
-            LIBRARY_NAMES[0]
+            LIBRARY_NAME
         )
     })?;
     let functions = Functions::find(library)
-        .map_err(|error| format!("NCCL, `{}`, is of no use: {error}", LIBRARY_NAMES[0]))?;
+        .map_err(|error| format!("NCCL, `{}`, is of no use: {error}", LIBRARY_NAME))?;
     let mut version = 0;
     // SAFETY: it writes a number.
     let code = unsafe { (functions.get_version)(&mut version) };
@@ -162,26 +162,14 @@ fn load() -> Result<Functions, String> {
     Ok(functions)
 }
 
-/// Opens the first of the libraries `names` that exists.
-fn open(names: &[&str]) -> Result<Library, String> {
-    let mut first_reason = String::new();
-    for name in names {
-        // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
-        match unsafe { Library::new(*name) } {
-            Ok(library) => return Ok(library),
-            // The error of the first name is the one to report.
-            Err(error) if first_reason.is_empty() => first_reason = loader_message(&error),
-            Err(_) => {}
-        }
-    }
-    Err(first_reason)
-}
-
-/// Returns the message of the dynamic loader itself.
-fn loader_message(error: &libloading::Error) -> String {
-    std::error::Error::source(error)
-        .unwrap_or(error)
-        .to_string()
+/// Opens a library. The error is the message of the dynamic loader itself.
+fn open(name: &str) -> Result<Library, String> {
+    // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
+    unsafe { Library::new(name) }.map_err(|error| {
+        std::error::Error::source(&error)
+            .unwrap_or(&error)
+            .to_string()
+    })
 }
 
 /// Checks that NCCL and the driver can be loaded.
@@ -535,13 +523,13 @@ mod tests {
 
     #[test]
     fn a_library_that_is_not_there_is_named() {
-        let error = open(&["libnobody-has-this.so.7", "libnor-this.so"]).unwrap_err();
+        let error = open("libnobody-has-this.so.7").unwrap_err();
         assert!(error.contains("libnobody-has-this.so.7"), "{error}");
     }
 
     #[test]
     fn a_library_that_is_another_lacks_functions() {
-        let Ok(library) = open(&["libc.so.6"]) else {
+        let Ok(library) = open("libc.so.6") else {
             return;
         };
         let error = Functions::find(library).unwrap_err();

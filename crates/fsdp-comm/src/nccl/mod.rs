@@ -20,7 +20,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use self::late::LeftOut;
 use self::library::{SplitPlace, UniqueId};
-use self::watch::Watch;
+use self::watch::{OwnedRound, Watch};
 use self::watcher::{Origin, WatchedCommunicator};
 use crate::backend::{
     Backend, DeviceTransfer, Members, Movement, Planner, QueuedTransfer, Round, Vote,
@@ -38,9 +38,13 @@ use crate::wire;
 /// Creates the group of all processes of the job.
 pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
     let deadline = deadline_after(timeout);
-    check()?;
+    library::check().map_err(unavailable_error)?;
+    let gpus = device_count()?;
     let environment = Environment::from_env()?;
-    let ordinal = device_ordinal(&environment)?;
+    // If the launcher tells no local ranks, the ranks of each host are taken to have consecutive
+    // numbers.
+    let local_rank = environment.local_rank.unwrap_or(environment.rank % gpus);
+    let ordinal = local_rank_ordinal(local_rank, gpus)?;
     let options = TcpOptions {
         deadline: timeout,
         ..TcpOptions::default()
@@ -52,15 +56,6 @@ pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
     // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
     Ok(ProcessGroup::new(Arc::new(backend), timeout, ranks_on_host))
-}
-
-/// Checks that this machine has a driver, NCCL and a GPU.
-///
-/// # Errors
-/// [`CommError::BackendUnavailable`] says what is missing.
-pub(crate) fn check() -> Result<(), CommError> {
-    library::check().map_err(unavailable_error)?;
-    device_count().map(|_| ())
 }
 
 /// Returns the number of GPUs that this process sees; an error if there is none.
@@ -75,19 +70,8 @@ fn device_count() -> Result<usize, CommError> {
 }
 
 /// Returns the GPU of a rank: the one with the number of its local rank, or the only one that it
-/// sees. If the launcher tells no local ranks, the ranks of each host are taken to have consecutive
-/// numbers.
-fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
-    let devices = device_count()?;
-    local_rank_ordinal(
-        environment.local_rank.unwrap_or(environment.rank % devices),
-        devices,
-    )
-}
-
-/// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one:
-/// so a launcher can choose, and let several ranks share it. The error is a local rank without a
-/// GPU.
+/// sees: so a launcher can choose, and let several ranks share it. The error is a local rank without
+/// a GPU.
 fn local_rank_ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),
@@ -170,8 +154,9 @@ impl DeviceTransfer for NcclBackend {
     }
 
     fn leave_out(&self, round: &Round<'_>, call: &Call) {
+        let left_out = (OwnedRound::new(round), call.clone());
         self.communicator
-            .with_left_out(|left_out| left_out.add(round, call));
+            .with_left_out(|calls| calls.insert(round.number, left_out));
     }
 
     fn forget_left_out(&self) {
@@ -281,8 +266,9 @@ mod tests {
     /// Checks that a machine without GPUs gets an error, and no panic.
     #[test]
     fn a_machine_without_gpus_says_what_is_missing() {
-        match check() {
-            Ok(()) => assert!(device_count().unwrap() > 0),
+        let checked = library::check().map_err(unavailable_error);
+        match checked.and_then(|()| device_count()) {
+            Ok(count) => assert!(count > 0),
             Err(CommError::BackendUnavailable { backend, message }) => {
                 assert_eq!(backend, "nccl");
                 let named = [

@@ -1,6 +1,7 @@
 //! The thread that watches a communicator: it joins the other ranks, looks after the operations
 //! that wait in the communicator's stream, and leaves the others or aborts.
 
+use std::ops::Deref;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -9,14 +10,13 @@ use std::time::{Duration, Instant};
 use cudarc::driver::CudaContext;
 
 use super::communicator::{Communicator, FINALIZE_TIMEOUT, Next, Operation, abort_process};
-use super::late::{self, LeftOut};
-use super::library::{NcclCommunicator, SplitPlace, UniqueId};
+use super::late;
+use super::library::{NcclCommunicator, UniqueId};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
-use crate::backend::{Backend as _, Members, Movement, QueuedTransfer, Round};
-use crate::deadline::deadline_after;
+use crate::backend::{Backend as _, Members, Round};
+use crate::deadline::{deadline_after, time_left};
 use crate::error::CommError;
 use crate::polling::{GRACE_PERIOD, Pause};
-use crate::record::Call;
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
@@ -73,9 +73,8 @@ impl WatchedCommunicator {
             .map_err(|error| library_error("a thread", error.to_string()))?;
         // The answer comes at the latest soon after the round's deadline, unless NCCL does not
         // return.
-        let remaining = round.deadline.saturating_duration_since(Instant::now());
         let communicator = join_receiver
-            .recv_timeout(remaining + GRACE_PERIOD + FINALIZE_TIMEOUT * 2)
+            .recv_timeout(time_left(round.deadline) + GRACE_PERIOD + FINALIZE_TIMEOUT * 2)
             .map_err(|_| {
                 library_error(round.operation, "it did not return in time".to_owned())
             })??;
@@ -84,40 +83,13 @@ impl WatchedCommunicator {
             end_receiver: Mutex::new(end_receiver),
         })
     }
+}
 
-    /// Queues a call after all earlier work of the stream, whose later work comes after it.
-    pub(super) fn queue(
-        &self,
-        call: &Call,
-        movement: &Movement,
-        stream: &cudarc::driver::CudaStream,
-        watch: &Watch<'_>,
-    ) -> Result<Arc<dyn QueuedTransfer>, CommError> {
-        self.communicator.queue(call, movement, stream, watch)
-    }
+impl Deref for WatchedCommunicator {
+    type Target = Arc<Communicator>;
 
-    /// Splits the communicator: see [`Communicator::split`].
-    pub(super) fn split(
-        &self,
-        place: Option<SplitPlace>,
-        watch: &Watch<'_>,
-    ) -> Result<Option<NcclCommunicator>, CommError> {
-        self.communicator.split(place, watch)
-    }
-
-    /// Calls `use_them` with the calls whose agreements were left out.
-    pub(super) fn with_left_out<R>(&self, use_them: impl FnOnce(&mut LeftOut) -> R) -> R {
-        self.communicator.with_left_out(use_them)
-    }
-
-    /// Waits on the host until the GPU has done all calls that are queued.
-    pub(super) fn synchronize(&self) -> Result<(), CommError> {
-        self.communicator.synchronize()
-    }
-
-    /// Returns the error that has ended the communicator.
-    pub(super) fn failure(&self) -> Option<CommError> {
-        self.communicator.failure()
+    fn deref(&self) -> &Self::Target {
+        &self.communicator
     }
 }
 
@@ -203,21 +175,18 @@ fn watch(communicator: &Communicator, control: &Arc<TcpBackend>) {
 /// Makes up for an agreement that was left out, if another rank asks for it. The communicator fails
 /// if the ranks do not agree.
 fn answer(communicator: &Communicator, control: &Arc<TcpBackend>) {
-    let Some(last_number) = communicator.with_left_out(|left_out| left_out.last_number()) else {
-        return;
-    };
-    let Some(awaited) = control.awaited_round(last_number) else {
-        return;
-    };
-    let Some((owned_round, call)) = communicator.with_left_out(|left_out| left_out.find(awaited))
-    else {
+    let awaited = communicator.with_left_out(|left_out| {
+        let (&last_number, _) = left_out.last_key_value()?;
+        left_out.get(&control.awaited_round(last_number)?).cloned()
+    });
+    let Some((owned_round, call)) = awaited else {
         return;
     };
     let mut round = owned_round.get();
     // The deadline of the call may have passed long ago.
     round.deadline = deadline_after(round.timeout);
     match late::agree(control, &round, &call, None) {
-        Ok(()) => communicator.with_left_out(|left_out| left_out.forget_up_to(round.number)),
+        Ok(()) => communicator.forget_left_out(round.number),
         Err(error) => drop(communicator.fail(error, &Watch { control, round })),
     }
 }
@@ -263,21 +232,13 @@ impl Progress {
             .deadline
             .checked_sub(ASKS_BEFORE_DEADLINE.min(round.timeout / 2));
         if asks_at.is_none_or(|asks_at| Instant::now() >= asks_at)
-            && communicator.with_left_out(|left_out| left_out.find(round.number).is_some())
+            && communicator.with_left_out(|left_out| left_out.contains_key(&round.number))
         {
             late::agree(control, &round, &operation.call, None)?;
-            communicator.with_left_out(|left_out| left_out.forget_up_to(round.number));
+            communicator.forget_left_out(round.number);
         }
         match (Watch { control, round }).failure() {
-            Some(failure)
-                if self
-                    .failing_since
-                    .get_or_insert_with(Instant::now)
-                    .elapsed()
-                    >= GRACE_PERIOD =>
-            {
-                Err(failure)
-            }
+            Some(failure) if is_over(&mut self.failing_since, GRACE_PERIOD) => Err(failure),
             _ => Ok(false),
         }
     }

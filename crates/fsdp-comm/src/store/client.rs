@@ -11,7 +11,7 @@ use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server;
 use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
 use crate::blocking::write_all;
-use crate::deadline::{MAX_TIMEOUT, deadline_after};
+use crate::deadline::{MAX_TIMEOUT, deadline_after, time_left};
 use crate::error::CommError;
 use crate::open_files;
 use crate::sync::lock;
@@ -19,8 +19,7 @@ use crate::sync::lock;
 /// A connection to the store. On the rank that hosts the store it owns the store too, which ends
 /// when this is dropped.
 ///
-/// One request is carried out at a time, so a thread that [waits](Self::wait) keeps other threads
-/// waiting.
+/// One request is carried out at a time.
 #[derive(Debug)]
 pub struct TcpStore {
     address: String,
@@ -44,8 +43,8 @@ pub struct TcpStore {
 pub(crate) enum RankValues {
     /// The value of each rank.
     Complete(Vec<Vec<u8>>),
-    /// The keys that had not been set at the deadline.
-    Missing(Vec<String>),
+    /// The ranks that had not set their keys at the deadline.
+    Missing(Vec<usize>),
     /// The first rank that has ended its connection to the store.
     Departed(usize),
 }
@@ -181,7 +180,10 @@ impl TcpStore {
             .check_address(stream.peer_addr()?.ip())
             .map_err(NotJoined::Refused)?;
         // Step 1: both sides show that they belong to the same job.
-        let hello = Hello::new(options.rank, options.world_size);
+        let &StoreOptions {
+            rank, world_size, ..
+        } = options;
+        let hello = Hello { rank, world_size };
         let key = options.key();
         handshake_as_client(&stream, &key, hello, deadline)?;
         // Step 2: the store of this job accepts this rank or refuses it, for example because the
@@ -217,13 +219,13 @@ impl TcpStore {
     /// Sets a key.
     ///
     /// # Errors
-    /// [`CommError::Store`]: the store is gone, or key or value are too long.
+    /// [`CommError::Store`]: the store is gone, or full, or key and value are too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), CommError> {
         let request = Request::Set {
             key: key.to_owned(),
             value: value.to_vec(),
         };
-        self.ask("set", request, self.timeout).map(drop)
+        self.ask("set", request, self.timeout, |_| Ok(()))
     }
 
     /// Returns the value of a key, if it has been set.
@@ -234,110 +236,62 @@ impl TcpStore {
         let request = Request::Get {
             key: key.to_owned(),
         };
-        match self.ask("get", request, self.timeout)? {
+        self.ask("get", request, self.timeout, |reply| match reply {
             Reply::Value(value) => Ok(value),
-            reply => Err(self.unexpected_reply_error("get", &reply)),
-        }
+            reply => Err(reply),
+        })
     }
 
-    /// Waits until all `keys` have been set, for `timeout` at most, and returns their values. After
-    /// that it returns `Err` with the keys that have not been set.
-    ///
-    /// # Errors
-    /// [`CommError::Store`]: the store is gone.
-    pub fn wait(
-        &self,
-        keys: &[String],
-        timeout: Duration,
-    ) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
-        let request = Request::Wait {
-            keys: keys.to_vec(),
-            milliseconds: to_milliseconds(timeout),
-        };
-        match self.ask("wait", request, timeout)? {
-            Reply::Values(values) => Ok(Ok(values)),
-            Reply::Missing(keys) => Ok(Err(keys)),
-            reply => Err(self.unexpected_reply_error("wait", &reply)),
-        }
-    }
-
-    /// Waits until each rank has set its key, which is `prefix` and its number. The wait ends early
-    /// if a rank has ended its connection to the store and keys are missing.
+    /// Waits until each rank has set its key, which is `prefix` and its number. If a rank has ended
+    /// its connection to the store and keys are missing, the wait ends early if it `needs_all`; else
+    /// it passes over that rank.
     pub(crate) fn wait_for_ranks(
         &self,
         prefix: &str,
         timeout: Duration,
+        needs_all: bool,
     ) -> Result<RankValues, CommError> {
         let request = Request::WaitForRanks {
             prefix: prefix.to_owned(),
-            milliseconds: to_milliseconds(timeout),
+            milliseconds: timeout.min(MAX_TIMEOUT).as_millis() as u64,
+            needs_all,
         };
-        match self.ask("wait", request, timeout)? {
+        self.ask("wait", request, timeout, |reply| match reply {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
-            Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
-            Reply::Departed(ranks) if !ranks.is_empty() => {
-                Ok(RankValues::Departed(ranks[0] as usize))
-            }
-            reply => Err(self.unexpected_reply_error("wait", &reply)),
-        }
+            Reply::Missing(ranks) => Ok(RankValues::Missing(ranks)),
+            Reply::Departed(ranks) if !ranks.is_empty() => Ok(RankValues::Departed(ranks[0])),
+            reply => Err(reply),
+        })
     }
 
     /// Returns the ranks that have ended their connections to the store, in this order.
     pub(crate) fn departed_ranks(&self, timeout: Duration) -> Result<Vec<usize>, CommError> {
-        match self.ask("departed", Request::Departed, timeout)? {
-            Reply::Departed(ranks) => Ok(ranks.into_iter().map(|rank| rank as usize).collect()),
-            reply => Err(self.unexpected_reply_error("departed", &reply)),
-        }
+        self.ask(
+            "departed",
+            Request::Departed,
+            timeout,
+            |reply| match reply {
+                Reply::Departed(ranks) => Ok(ranks),
+                reply => Err(reply),
+            },
+        )
     }
 
-    /// Adds to the number under a key, 0 if it has not been set, and returns the sum.
-    ///
-    /// # Errors
-    /// [`CommError::Store`]: the store is gone, or what is under the key is not a number that `add`
-    /// made.
-    pub fn add(&self, key: &str, amount: i64) -> Result<i64, CommError> {
-        let request = Request::Add {
-            key: key.to_owned(),
-            amount,
-        };
-        match self.ask("add", request, self.timeout)? {
-            Reply::Number(number) => Ok(number),
-            reply => Err(self.unexpected_reply_error("add", &reply)),
-        }
-    }
-
-    /// Sets a key if its value is `expected` (`None`: if it has not been set). Returns its value
-    /// after that, which is empty if it has not been set.
-    ///
-    /// # Errors
-    /// [`CommError::Store`]: the store is gone, or key or value are too long.
-    pub fn compare_and_set(
+    /// Sets a key unless it has been set, in so much time at most. Returns its value after that.
+    pub(crate) fn set_if_absent(
         &self,
         key: &str,
-        expected: Option<&[u8]>,
         value: &[u8],
-    ) -> Result<Vec<u8>, CommError> {
-        self.compare_and_set_within(self.timeout, key, expected, value)
-    }
-
-    /// Compares and sets like [`compare_and_set`](Self::compare_and_set), with a deadline of its
-    /// own.
-    pub(crate) fn compare_and_set_within(
-        &self,
         timeout: Duration,
-        key: &str,
-        expected: Option<&[u8]>,
-        value: &[u8],
     ) -> Result<Vec<u8>, CommError> {
-        let request = Request::CompareAndSet {
+        let request = Request::SetIfAbsent {
             key: key.to_owned(),
-            expected: expected.map(<[u8]>::to_vec),
             value: value.to_vec(),
         };
-        match self.ask("compare_and_set", request, timeout)? {
-            Reply::Value(value) => Ok(value.unwrap_or_default()),
-            reply => Err(self.unexpected_reply_error("compare_and_set", &reply)),
-        }
+        self.ask("set_if_absent", request, timeout, |reply| match reply {
+            Reply::Value(Some(value)) => Ok(value),
+            reply => Err(reply),
+        })
     }
 
     /// Ends the connection, so that later requests fail. The store, if this rank hosts it, goes on.
@@ -345,13 +299,16 @@ impl TcpStore {
         lock(&self.connection).take();
     }
 
-    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection
-    /// that broke in the middle of a request is not used again: the next reply could be that of the
-    /// one before.
-    fn ask(&self, name: &str, request: Request, timeout: Duration) -> Result<Reply, CommError> {
-        request
-            .check()
-            .map_err(|message| self.request_error(name, message))?;
+    /// Sends a request, and returns what `read` finds in the reply, or the error of a reply that
+    /// `read` gives back; `name` is the operation, for errors. A connection that broke in the middle
+    /// of a request is not used again: the next reply could be that of the one before.
+    fn ask<R>(
+        &self,
+        name: &str,
+        request: Request,
+        timeout: Duration,
+        read: impl FnOnce(Reply) -> Result<R, Reply>,
+    ) -> Result<R, CommError> {
         // A request that is too long must not cost the connection, so it is encoded first.
         let request =
             to_bytes(&request).map_err(|error| self.request_error(name, error.to_string()))?;
@@ -367,12 +324,9 @@ impl TcpStore {
         *connection = Some(stream);
         match reply {
             Reply::Refused(reason) => Err(self.request_error(name, reason)),
-            reply => Ok(reply),
+            reply => read(reply)
+                .map_err(|reply| self.request_error(name, format!("unexpected reply {reply:?}"))),
         }
-    }
-
-    fn unexpected_reply_error(&self, request: &str, reply: &Reply) -> CommError {
-        self.request_error(request, format!("unexpected reply {reply:?}"))
     }
 
     /// Returns the error of a request that the store did not carry out.
@@ -383,11 +337,6 @@ impl TcpStore {
             message: message.into(),
         }
     }
-}
-
-/// Returns a timeout as it is sent to the store.
-fn to_milliseconds(timeout: Duration) -> u64 {
-    timeout.min(MAX_TIMEOUT).as_millis() as u64
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
@@ -482,9 +431,7 @@ pub(super) fn connect_once(
 ) -> io::Result<TcpStream> {
     let mut error = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
-        let remaining = deadline
-            .saturating_duration_since(Instant::now())
-            .clamp(Duration::from_millis(1), GRACE_PERIOD);
+        let remaining = time_left(deadline).clamp(Duration::from_millis(1), GRACE_PERIOD);
         match TcpStream::connect_timeout(&address, remaining) {
             // A client that connects to a free port of its own host can be given that port itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
@@ -524,12 +471,13 @@ mod tests {
         other.set("place/1", b"").unwrap();
         assert_eq!(host.departed_ranks(DEADLINE).unwrap(), []);
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
+            let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE, true).unwrap());
             // It asks the same, and ends before there is a reply.
             let stream = other.connection.lock().unwrap().take().unwrap();
             let request = Request::WaitForRanks {
                 prefix: "place/".to_owned(),
                 milliseconds: 1 << 20,
+                needs_all: true,
             };
             write_all(
                 &stream,
@@ -549,10 +497,13 @@ mod tests {
             "{late}"
         );
         // Others than those who need all ranks go on.
-        host.set("key", b"value").unwrap();
-        assert_eq!(
-            host.wait(&["key".to_owned()], DEADLINE).unwrap().unwrap(),
-            [b"value"]
+        host.set("place/2", b"2").unwrap();
+        host.set("name/0", b"0").unwrap();
+        host.set("name/2", b"2").unwrap();
+        let outcome = host.wait_for_ranks("name/", DEADLINE, false).unwrap();
+        assert!(
+            matches!(&outcome, RankValues::Complete(values) if *values == [b"0", b"2"]),
+            "{outcome:?}"
         );
     }
 
@@ -561,12 +512,13 @@ mod tests {
         let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
         host.set("place/0", b"").unwrap();
         let outcome = host
-            .wait_for_ranks("place/", Duration::from_millis(50))
+            .wait_for_ranks("place/", Duration::from_millis(50), true)
             .unwrap();
         assert!(
-            matches!(&outcome, RankValues::Missing(keys) if keys[..] == ["place/1", "place/2"]),
+            matches!(&outcome, RankValues::Missing(ranks) if ranks[..] == [1, 2]),
             "{outcome:?}"
         );
+        assert_eq!(host.get("place/0").unwrap().unwrap(), b"");
         let late =
             TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
         assert!(
@@ -583,11 +535,91 @@ mod tests {
             other.set(&format!("place/{rank}"), &[rank as u8]).unwrap();
         }
         host.set("place/0", &[0]).unwrap();
-        let outcome = host.wait_for_ranks("place/", DEADLINE).unwrap();
+        let outcome = host.wait_for_ranks("place/", DEADLINE, true).unwrap();
         assert!(
             matches!(&outcome, RankValues::Complete(values) if *values == [[0], [1], [2]]),
             "{outcome:?}"
         );
+    }
+
+    #[test]
+    fn waiting_ends_when_the_last_key_is_set() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        thread::scope(|scope| {
+            let waiters = [(1, true), (2, false)].map(|(rank, needs_all)| {
+                let store = TcpStore::connect(host.address(), &options(rank, DEADLINE)).unwrap();
+                scope.spawn(move || store.wait_for_ranks("key/", DEADLINE, needs_all).unwrap())
+            });
+            for rank in [2, 0, 1] {
+                thread::sleep(Duration::from_millis(10));
+                host.set(&format!("key/{rank}"), &[rank]).unwrap();
+            }
+            for waiter in waiters {
+                let outcome = waiter.join().unwrap();
+                assert!(
+                    matches!(&outcome, RankValues::Complete(values) if *values == [[0], [1], [2]]),
+                    "{outcome:?}"
+                );
+            }
+        });
+    }
+
+    #[test]
+    fn the_longest_deadline_is_one() {
+        let longest = |rank| StoreOptions {
+            world_size: 2,
+            ..options(rank, Duration::MAX)
+        };
+        let host = TcpStore::host("127.0.0.1:0", &longest(0)).unwrap();
+        let other = TcpStore::connect(host.address(), &longest(1)).unwrap();
+        host.set("key/0", b"").unwrap();
+        host.set("key/1", b"").unwrap();
+        let outcome = other.wait_for_ranks("key/", Duration::MAX, true).unwrap();
+        assert!(matches!(outcome, RankValues::Complete(_)), "{outcome:?}");
+        // So many milliseconds do not fit in 64 bits. The lowest 64 are 384 of them.
+        let long = Duration::from_secs(18_446_744_073_709_552);
+        host.set("late/0", b"").unwrap();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| other.wait_for_ranks("late/", long, true).unwrap());
+            thread::sleep(Duration::from_millis(600));
+            host.set("late/1", b"").unwrap();
+            let outcome = waiting.join().unwrap();
+            assert!(matches!(outcome, RankValues::Complete(_)), "{outcome:?}");
+        });
+    }
+
+    #[test]
+    fn exactly_one_sets_what_was_not_set() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        let values: Vec<Vec<u8>> = thread::scope(|scope| {
+            let setters = [1, 2].map(|rank| {
+                let store = TcpStore::connect(host.address(), &options(rank, DEADLINE)).unwrap();
+                let set = move || store.set_if_absent("nonce", &[rank as u8], DEADLINE);
+                scope.spawn(move || set().unwrap())
+            });
+            setters.map(|setter| setter.join().unwrap()).into()
+        });
+        assert!(values[0] == values[1] && values[0].len() == 1, "{values:?}");
+        assert_eq!(
+            host.set_if_absent("nonce", b"other", DEADLINE).unwrap(),
+            values[0]
+        );
+        assert_eq!(host.get("nonce").unwrap().unwrap(), values[0]);
+    }
+
+    #[test]
+    fn a_reply_that_is_too_long_is_an_error_and_no_lost_connection() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        // The store may hold a little more than fits in one message.
+        for (rank, bytes) in [(0, (32 << 20) + 1024), (1, 32 << 20), (2, 0)] {
+            host.set(&format!("key/{rank}"), &vec![7; bytes]).unwrap();
+        }
+        let refused = host.wait_for_ranks("key/", DEADLINE, true);
+        assert!(
+            matches!(&refused, Err(CommError::Store { message, .. }) if message.contains("long")),
+            "{refused:?}"
+        );
+        assert_eq!(host.get("key/2").unwrap().unwrap(), b"");
     }
 
     /// Connects more ranks than the usual limit of 1,024 open files allows in one process.
@@ -605,7 +637,7 @@ mod tests {
             store
                 .set(&format!("place/{rank}"), &rank.to_le_bytes())
                 .unwrap();
-            let outcome = store.wait_for_ranks("place/", DEADLINE).unwrap();
+            let outcome = store.wait_for_ranks("place/", DEADLINE, true).unwrap();
             assert!(matches!(outcome, RankValues::Complete(values) if values.len() == RANKS));
         };
         thread::scope(|scope| {

@@ -14,4 +14,4 @@ mod server;
 pub(crate) use self::client::RankValues;
 pub use self::client::TcpStore;
 pub(crate) use self::listening::{address_in_zone, every_address, without_brackets, without_zone};
-pub use self::protocol::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions};
+pub use self::protocol::{MAX_STORE_BYTES, StoreOptions};

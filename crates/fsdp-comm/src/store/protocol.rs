@@ -13,12 +13,7 @@ use crate::buffer::zeroed;
 use crate::deadline::DEFAULT_DEADLINE;
 use crate::wire;
 
-/// The longest key of the store, in bytes.
-pub const MAX_KEY_BYTES: usize = 4096;
-/// The longest value of the store, in bytes.
-pub const MAX_VALUE_BYTES: usize = 16 << 20;
-/// The longest message: a request to wait for one key of each of very many ranks, or the values of
-/// these keys.
+/// The longest message. The values of all ranks are one.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// The most bytes of all keys and values together, beside 1 KiB for each rank.
 pub const MAX_STORE_BYTES: usize = 64 << 20;
@@ -85,74 +80,20 @@ pub(super) enum Request {
     Get {
         key: String,
     },
-    Wait {
-        keys: Vec<String>,
-        milliseconds: u64,
-    },
-    Add {
+    /// Sets a key unless it has been set.
+    SetIfAbsent {
         key: String,
-        amount: i64,
-    },
-    CompareAndSet {
-        key: String,
-        expected: Option<Vec<u8>>,
         value: Vec<u8>,
     },
-    /// Waits for one key of each rank, which is this prefix and the rank's number, unless a rank
-    /// has ended its connection.
+    /// Waits for one key of each rank, which is this prefix and the rank's number. If a rank has
+    /// ended its connection, the wait ends if it `needs_all`; else that rank is passed over.
     WaitForRanks {
         prefix: String,
         milliseconds: u64,
+        needs_all: bool,
     },
     /// Asks which ranks have ended their connections.
     Departed,
-}
-
-impl Request {
-    /// Checks the lengths of the keys and values of a request.
-    pub(super) fn check(&self) -> Result<(), String> {
-        match self {
-            Request::Set { key, value } => check_key(key).and_then(|()| check_value(value)),
-            Request::CompareAndSet {
-                key,
-                expected,
-                value,
-            } => {
-                check_key(key)?;
-                if let Some(expected) = expected {
-                    check_value(expected)?;
-                }
-                check_value(value)
-            }
-            Request::Get { key }
-            | Request::Add { key, .. }
-            | Request::WaitForRanks { prefix: key, .. } => check_key(key),
-            Request::Departed => Ok(()),
-            Request::Wait { keys, .. } => keys.iter().try_for_each(|key| check_key(key)),
-        }
-    }
-}
-
-/// Checks the length of a key. The error is a message.
-fn check_key(key: &str) -> Result<(), String> {
-    if key.len() > MAX_KEY_BYTES {
-        return Err(format!(
-            "a key of {} bytes is longer than {MAX_KEY_BYTES}",
-            key.len()
-        ));
-    }
-    Ok(())
-}
-
-/// Checks the length of a value. The error is a message.
-fn check_value(value: &[u8]) -> Result<(), String> {
-    if value.len() > MAX_VALUE_BYTES {
-        return Err(format!(
-            "a value of {} bytes is longer than {MAX_VALUE_BYTES}",
-            value.len()
-        ));
-    }
-    Ok(())
 }
 
 /// The answer to a request, or to the attempt to join.
@@ -164,11 +105,12 @@ pub(super) enum Reply {
     /// The rank can never join, or the request is wrong.
     Refused(String),
     Value(Option<Vec<u8>>),
+    /// The values of ranks, in rank order.
     Values(Vec<Vec<u8>>),
-    Missing(Vec<String>),
-    Number(i64),
+    /// The ranks whose keys have not been set.
+    Missing(Vec<usize>),
     /// The ranks that have ended their connections, in this order.
-    Departed(Vec<u64>),
+    Departed(Vec<usize>),
 }
 
 /// Returns the error of a message that makes no sense.

@@ -34,12 +34,12 @@ struct Store {
 /// The values of a store, and the ranks that have joined it.
 #[derive(Debug, Default)]
 struct StoreState {
-    joined: HashSet<u64>,
+    joined: HashSet<usize>,
     values: HashMap<String, Vec<u8>>,
     /// The bytes of all keys and values.
     total_bytes: usize,
     /// The ranks whose connections have ended, in this order.
-    departed: Vec<u64>,
+    departed: Vec<usize>,
     /// `true` once a wait for all ranks has failed, because one had ended or did not come in time.
     has_failed: bool,
 }
@@ -95,15 +95,12 @@ async fn answer_requests(stream: &mut TcpStream, store: &Store) -> io::Result<()
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             request => request?,
         };
-        let reply = match request.check() {
-            // A rank may end while it waits for others. Its request is carried out first, as it may
-            // have ended after that.
-            Ok(()) => tokio::select! {
-                biased;
-                reply = store.answer(request) => reply,
-                () = wait_for_end(stream) => return Ok(()),
-            },
-            Err(message) => Err(message),
+        // A rank may end while it waits for others. Its request is carried out first, as it may
+        // have ended after that.
+        let reply = tokio::select! {
+            biased;
+            reply = store.answer(request) => reply,
+            () = wait_for_end(stream) => return Ok(()),
         };
         write(stream, &reply.unwrap_or_else(Reply::Refused)).await?;
     }
@@ -125,7 +122,7 @@ impl Store {
     /// Assigns a rank its seat. A rank can have only one connection, so there are no more
     /// connections than ranks.
     fn register_rank(&self, Hello { rank, world_size }: Hello) -> Reply {
-        let store_world_size = self.world_size as u64;
+        let store_world_size = self.world_size;
         if world_size != store_world_size {
             return Reply::Refused(format!(
                 "the world size is {world_size} here, but {store_world_size} on the rank that hosts the store"
@@ -159,47 +156,19 @@ impl Store {
                 Reply::Value(None)
             }
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
-            Request::Wait { keys, milliseconds } => {
-                self.wait(keys.len(), |index| keys[index].clone(), milliseconds, false)
-                    .await
-            }
-            Request::WaitForRanks {
-                prefix,
-                milliseconds,
-            } => {
-                self.wait(
-                    self.world_size,
-                    |rank| format!("{prefix}{rank}"),
-                    milliseconds,
-                    true,
-                )
-                .await
-            }
-            Request::Departed => Reply::Departed(self.lock().departed.clone()),
-            Request::Add { key, amount } => {
+            Request::SetIfAbsent { key, value } => {
                 let mut state = self.lock();
-                let mut previous = 0;
-                if let Some(value) = state.values.get(&key) {
-                    let Ok(bytes) = value[..].try_into() else {
-                        return Err(format!("the value of `{key}` is no number"));
-                    };
-                    previous = i64::from_le_bytes(bytes);
-                }
-                let sum = previous.wrapping_add(amount);
-                self.set_key(&mut state, key, sum.to_le_bytes().to_vec())?;
-                Reply::Number(sum)
-            }
-            Request::CompareAndSet {
-                key,
-                expected,
-                value,
-            } => {
-                let mut state = self.lock();
-                if state.values.get(&key) == expected.as_ref() {
+                if !state.values.contains_key(&key) {
                     self.set_key(&mut state, key.clone(), value)?;
                 }
                 Reply::Value(state.values.get(&key).cloned())
             }
+            Request::WaitForRanks {
+                prefix,
+                milliseconds,
+                needs_all,
+            } => self.wait_for_ranks(&prefix, milliseconds, needs_all).await,
+            Request::Departed => Reply::Departed(self.lock().departed.clone()),
         })
     }
 
@@ -224,60 +193,49 @@ impl Store {
         Ok(())
     }
 
-    /// Waits for `count` keys, no longer than this. `key_of_index` returns each by its number: a
-    /// list of the keys of many ranks for each of many waiting ranks would take much memory. With
-    /// `needs_all_ranks`, the wait fails once a rank has ended its connection.
-    async fn wait(
-        &self,
-        count: usize,
-        key_of_index: impl Fn(usize) -> String,
-        milliseconds: u64,
-        needs_all_ranks: bool,
-    ) -> Reply {
-        let keys_wait = self.wait_without_end(count, &key_of_index, needs_all_ranks);
-        if let Ok(reply) = timeout(Duration::from_millis(milliseconds), keys_wait).await {
+    /// Waits until each rank has set its key, which is `prefix` and its number, but no longer than
+    /// this, and returns the values. If a rank has ended its connection, the wait fails if it
+    /// `needs_all`; else that rank is passed over.
+    async fn wait_for_ranks(&self, prefix: &str, milliseconds: u64, needs_all: bool) -> Reply {
+        // A list of the keys of many ranks for each of many waiting ranks would take much memory.
+        let key = |rank: usize| format!("{prefix}{rank}");
+        let ranks = 0..self.world_size;
+        let waiting = async {
+            // Keys are never removed, so those that have been found need not be looked up again.
+            // Many ranks wait for the keys of many ranks, and each new key wakes them all.
+            let mut first_missing = 0;
+            loop {
+                // Any change after this line ends the wait, so none is missed.
+                let changed = self.changed.notified();
+                {
+                    let mut state = self.lock();
+                    while ranks.contains(&first_missing)
+                        && (state.values.contains_key(&key(first_missing))
+                            || !needs_all && state.departed.contains(&first_missing))
+                    {
+                        first_missing += 1;
+                    }
+                    if !ranks.contains(&first_missing) {
+                        let values = ranks
+                            .clone()
+                            .filter_map(|rank| state.values.get(&key(rank)));
+                        return Reply::Values(values.cloned().collect());
+                    }
+                    if needs_all && !state.departed.is_empty() {
+                        state.has_failed = true;
+                        return Reply::Departed(state.departed.clone());
+                    }
+                }
+                changed.await;
+            }
+        };
+        if let Ok(reply) = timeout(Duration::from_millis(milliseconds), waiting).await {
             return reply;
         }
         let mut state = self.lock();
-        state.has_failed |= needs_all_ranks;
-        Reply::Missing(
-            (0..count)
-                .map(key_of_index)
-                .filter(|key_of_index| !state.values.contains_key(key_of_index))
-                .collect(),
-        )
-    }
-
-    /// Waits until all keys have values, and returns these. With `needs_all_ranks` this gives up
-    /// when a rank has ended its connection.
-    async fn wait_without_end(
-        &self,
-        count: usize,
-        key_of_index: &impl Fn(usize) -> String,
-        needs_all_ranks: bool,
-    ) -> Reply {
-        // Keys are never removed, so those that have been found need not be looked up again. Many
-        // ranks wait for the keys of many ranks, and each new key wakes them all.
-        let mut found_count = 0;
-        loop {
-            // Any change after this line ends the wait, so none is missed.
-            let changed = self.changed.notified();
-            {
-                let mut state = self.lock();
-                while found_count < count && state.values.contains_key(&key_of_index(found_count)) {
-                    found_count += 1;
-                }
-                if found_count == count {
-                    let values = (0..count).map(|index| state.values[&key_of_index(index)].clone());
-                    return Reply::Values(values.collect());
-                }
-                if needs_all_ranks && !state.departed.is_empty() {
-                    state.has_failed = true;
-                    return Reply::Departed(state.departed.clone());
-                }
-            }
-            changed.await;
-        }
+        state.has_failed |= needs_all;
+        let missing = ranks.filter(|&rank| !state.values.contains_key(&key(rank)));
+        Reply::Missing(missing.collect())
     }
 }
 
@@ -297,7 +255,7 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     wire::decode(&body).map_err(invalid_data_error)
 }
 
-/// Writes a reply. The values of many keys can be longer than a message, which is an error of that
+/// Writes a reply. The values of all ranks can be longer than a message, which is an error of that
 /// request only. A client that does not read is dropped, as its replies would pile up.
 async fn write(stream: &mut TcpStream, reply: &Reply) -> io::Result<()> {
     let bytes = to_bytes(reply).or_else(|error| to_bytes(&Reply::Refused(error.to_string())))?;

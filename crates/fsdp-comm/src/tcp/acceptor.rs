@@ -24,14 +24,11 @@ pub(super) fn listen(
     // The port has a thread of its own, so connections that come early wait in this channel.
     let (sender, admitted) = mpsc::channel();
     let port = Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| {
-        let mut others = (0..ranks).filter(|&rank| rank != own_rank);
-        let Some(other_rank) = others.find(|&rank| hello == Hello::new(rank, ranks)) else {
-            tracing::warn!(
-                "refused a connection from a process that claims to be rank {}",
-                hello.rank
-            );
+        let Hello { rank, world_size } = hello;
+        if world_size != ranks || rank >= ranks || rank == own_rank {
+            tracing::warn!("refused a connection from a process that claims to be rank {rank}");
             return;
-        };
+        }
         // Make it an ordinary blocking socket. If that fails, the rank counts as one that did not
         // come.
         let blocking = stream
@@ -39,8 +36,8 @@ pub(super) fn listen(
             .and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
         match blocking {
             // Sending fails only when nobody waits for connections any more.
-            Ok(stream) => drop(sender.send((stream, other_rank))),
-            Err(error) => tracing::warn!(%error, rank = other_rank, "a connection was lost"),
+            Ok(stream) => drop(sender.send((stream, rank))),
+            Err(error) => tracing::warn!(%error, rank, "a connection was lost"),
         }
     })?;
     Ok((port, admitted))

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 
-use bytes::Bytes;
+use bytes::{Buf, BufMut, Bytes};
 
 use crate::access::wrong_protocol_error;
 use crate::buffer::reserve;
@@ -90,17 +90,14 @@ impl<B: AsRef<[u8]>> OutgoingFrame<B> {
     }
 }
 
-/// The places of the fields of a header. The kind is at byte 0.
-const GROUP_OFFSET: usize = 1;
-const ROUND_OFFSET: usize = 9;
-const BODY_LEN_OFFSET: usize = 17;
-
 /// Returns the header of a frame whose body has `body_len` bytes.
 pub(super) fn header(kind: Kind, group: u64, round: u64, body_len: usize) -> [u8; HEADER_BYTES] {
-    let mut header = [kind as u8; HEADER_BYTES];
-    header[GROUP_OFFSET..ROUND_OFFSET].copy_from_slice(&group.to_le_bytes());
-    header[ROUND_OFFSET..BODY_LEN_OFFSET].copy_from_slice(&round.to_le_bytes());
-    header[BODY_LEN_OFFSET..].copy_from_slice(&(body_len as u64).to_le_bytes());
+    let mut header = [0; HEADER_BYTES];
+    let mut fields = &mut header[..];
+    fields.put_u8(kind as u8);
+    fields.put_u64_le(group);
+    fields.put_u64_le(round);
+    fields.put_u64_le(body_len as u64);
     header
 }
 
@@ -111,9 +108,11 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body_len: usize) -> [u8
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
+    let mut fields = &header[..];
+    let kind = Kind::ALL.get(usize::from(fields.get_u8())).copied();
+    let [group, round, len] = std::array::from_fn(|_| fields.get_u64_le());
     // Check the header before any memory is reserved: it may come from another program.
-    let kind = Kind::ALL.get(usize::from(header[0])).copied();
-    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, BODY_LEN_OFFSET)) else {
+    let (Some(kind), ..=MAX_BODY_BYTES) = (kind, len) else {
         return Err(wrong_protocol_error());
     };
     // The length comes from another process, so memory for it is reserved in a way that can fail.
@@ -125,15 +124,10 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     }
     Ok(Frame {
         kind,
-        group: word(&header, GROUP_OFFSET),
-        round: word(&header, ROUND_OFFSET),
+        group,
+        round,
         body,
     })
-}
-
-/// Returns the number at `offset` of a header.
-fn word(header: &[u8; HEADER_BYTES], offset: usize) -> u64 {
-    u64::from_le_bytes(std::array::from_fn(|byte| header[offset + byte]))
 }
 
 /// Returns `true` if a write that failed with `error` may be tried again.

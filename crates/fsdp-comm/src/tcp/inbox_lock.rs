@@ -2,11 +2,12 @@
 //! its changes.
 
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Kind, Notice};
 use super::inbox::InboxState;
+use crate::deadline::{MAX_TIMEOUT, time_left};
 use crate::sync::{lock, wait_timeout};
 
 /// The time after which a notice is offered again to a rank whose socket was busy.
@@ -79,19 +80,30 @@ impl Inbox {
         wait_timeout(&self.changed, state, timeout)
     }
 
-    /// Records that the thread of the heartbeats runs, then waits for `interval`. Returns `true`,
-    /// and at once, when this rank leaves.
-    pub(super) fn wait_for_next_heartbeat(&self, interval: Duration) -> bool {
-        let deadline = Instant::now() + interval;
+    /// Waits until `is_ready` returns `true`, but no longer than until `deadline`. Returns its last
+    /// answer.
+    pub(super) fn wait_until(
+        &self,
+        deadline: Instant,
+        is_ready: impl Fn(&InboxState) -> bool,
+    ) -> bool {
         let mut state = self.lock();
-        state.record_heartbeat_thread_ran(Instant::now());
-        loop {
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if state.leaving || remaining.is_zero() {
-                return state.leaving;
+        while !is_ready(&state) {
+            let remaining = time_left(deadline);
+            if remaining.is_zero() {
+                return false;
             }
             state = self.wait(state, remaining);
         }
+        true
+    }
+
+    /// Records that the thread of the heartbeats runs, then waits for `interval`. Returns `true`,
+    /// and at once, when this rank leaves.
+    pub(super) fn wait_for_next_heartbeat(&self, interval: Duration) -> bool {
+        let now = Instant::now();
+        self.lock().record_heartbeat_thread_ran(now);
+        self.wait_until(now + interval, |state| state.leaving)
     }
 
     /// Waits until there are notices to send, and returns them. With `has_others` there are notices
@@ -110,13 +122,12 @@ impl Inbox {
                 return Some(notices);
             }
             is_first = false;
-            state = if has_others {
-                wait_timeout(&self.noticed, state, OFFER_INTERVAL)
+            let timeout = if has_others {
+                OFFER_INTERVAL
             } else {
-                self.noticed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner)
+                MAX_TIMEOUT
             };
+            state = wait_timeout(&self.noticed, state, timeout);
         }
     }
 }

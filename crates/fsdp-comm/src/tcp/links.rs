@@ -26,7 +26,7 @@
 use std::collections::HashSet;
 use std::io::{self, BufReader, IoSlice, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::{Arc, Mutex, OnceLock, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -263,7 +263,10 @@ impl Links {
     /// Completes the handshake of a connection that this rank has made, and sends the first frame
     /// on it, unless this rank is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>, key: &Key) -> Result<(), Refusal> {
-        let hello = Hello::new(self.rank, self.writers.len());
+        let hello = Hello {
+            rank: self.rank,
+            world_size: self.writers.len(),
+        };
         handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIMEOUT)?;
         prepare(stream)?;
         {
@@ -397,20 +400,10 @@ impl Links {
     /// [`GOODBYE_TIMEOUT`].
     fn wait_for_others_to_close(&self) {
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        let mut state = self.inbox.lock();
-        loop {
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero()
-                || lock(&self.open_connections)
-                    .iter()
-                    .flatten()
-                    .next()
-                    .is_none()
-            {
-                return;
-            }
-            state = self.inbox.wait(state, remaining);
-        }
+        self.inbox.wait_until(deadline, |_| {
+            let open_connections = lock(&self.open_connections);
+            open_connections.as_ref().is_none_or(Vec::is_empty)
+        });
     }
 
     /// Returns `true` if this rank can send to another one now.
@@ -434,40 +427,20 @@ impl Links {
         }
     }
 
-    /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the
-    /// socket for longer, because it waits for a rank that does not read; then the frame is not
-    /// sent.
-    pub(super) fn try_send(&self, frame: &OutgoingFrame<impl AsRef<[u8]>>) {
-        let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        let Some(writer) = self.writers[frame.receiver].get() else {
-            return;
-        };
-        while Instant::now() < deadline {
-            match writer.try_lock() {
-                Ok(writer) => {
-                    if write_frame(&writer, frame, || Instant::now() < deadline).is_err() {
-                        // The connection may be in the middle of a frame.
-                        writer.shutdown(Shutdown::Both).ok();
-                    }
-                    return;
-                }
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
-                Err(TryLockError::Poisoned(_)) => return,
-            }
-        }
-    }
-
     /// Tells all ranks to which there are connections that this one leaves.
-    pub(super) fn say_goodbye(&self) {
+    pub(super) fn say_goodbye(self: &Arc<Self>) {
         let reason: &'static [u8] = if thread::panicking() {
             b"panicked"
         } else {
             b"has left the group"
         };
-        for other_rank in 0..self.writers.len() {
-            self.try_send(&Notice::new(other_rank, Kind::Goodbye, reason));
-        }
-        // The loop above used only the connections on which this rank sends. On the others that it
+        let connected = (0..self.writers.len()).filter(|&rank| self.is_connected(rank));
+        self.offer_all(
+            connected
+                .map(|rank| Notice::new(rank, Kind::Goodbye, reason))
+                .collect(),
+        );
+        // These went only over the connections on which this rank sends. On the others that it
         // has offered, no thread writes any more, and the other side may have registered them
         // although this one has not. So say goodbye there too.
         for connection in lock(&self.open_connections).iter().flatten() {
@@ -499,6 +472,11 @@ impl Links {
         // this one leave.
         due.extend(self.inbox.lock().notices());
         due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Absent));
+        self.offer_all(due);
+    }
+
+    /// Sends the last notices of this rank, as far as that is possible within [`GOODBYE_TIMEOUT`].
+    fn offer_all(self: &Arc<Self>, mut due: Vec<Notice>) {
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
         loop {
             due.retain(|notice| !self.offer(notice));
@@ -513,8 +491,8 @@ impl Links {
     /// yet, or the socket is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
         let receiver = notice.receiver;
-        // A rank that has left needs no notice.
-        if self.inbox.lock().peers[receiver].departure.is_some() {
+        // A rank that has left needs no notice, but it may wait for the goodbyes of all others.
+        if notice.kind != Kind::Goodbye && self.inbox.lock().peers[receiver].departure.is_some() {
             return true;
         }
         let Some(writer) = self.writers[receiver].get() else {
@@ -542,9 +520,7 @@ impl Links {
 
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
-        for other_rank in
-            (0..self.writers.len()).filter(|&other_rank| self.is_connected(other_rank))
-        {
+        for other_rank in 0..self.writers.len() {
             // A rank that does not read holds up this thread for a while. So say before each
             // heartbeat that this process runs, lest it is taken for one that was stopped.
             self.inbox

@@ -15,6 +15,9 @@ use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use crate::access::Port;
 use crate::backend::{Round, Tally, Vote};
+use crate::deadline::time_left;
+#[cfg(feature = "mpi")]
+use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::CommError;
 use crate::store::TcpStore;
 
@@ -49,8 +52,6 @@ pub(super) struct Connections {
 /// This process in its job. When this is dropped, the process leaves the job.
 #[derive(Debug)]
 pub(super) struct Node {
-    #[cfg(any(feature = "mpi", feature = "nccl"))]
-    pub(super) rank: usize,
     /// A token of each rank's host. Ranks with equal tokens can share memory.
     pub(super) hosts: Vec<Option<String>>,
     links: Arc<Links>,
@@ -81,8 +82,6 @@ impl Node {
         }
         // From here on, an error drops the node, which ends its connections and threads.
         let mut node = Node {
-            #[cfg(any(feature = "mpi", feature = "nccl"))]
-            rank,
             hosts,
             links: Links::new(rank, ranks, Inbox::new(state), directory),
             port: None,
@@ -239,8 +238,7 @@ impl Node {
             match next? {
                 Next::Done(tally) => return Ok(tally),
                 Next::Wait(deadline) => {
-                    let remaining = deadline.saturating_duration_since(Instant::now());
-                    state = self.inbox().wait(state, remaining);
+                    state = self.inbox().wait(state, time_left(deadline));
                     if !has_reached_neighbours && entered.elapsed() > NEIGHBOUR_CHECK_INTERVAL {
                         // If the group is only a part of a large job, a rank that should send to
                         // this one may not have connected yet. Without a connection, this rank
@@ -301,14 +299,9 @@ impl Node {
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
         self.inbox().change(|state| state.fail(group, round, error));
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        let mut state = self.inbox().lock();
-        while !state.notices.is_empty() || state.unsent_notices > 0 {
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() {
-                return;
-            }
-            state = self.inbox().wait(state, remaining);
-        }
+        self.inbox().wait_until(deadline, |state| {
+            state.notices.is_empty() && state.unsent_notices == 0
+        });
     }
 
     /// Tells all ranks that this one leaves, and waits until all others have told the same, but no
@@ -317,24 +310,22 @@ impl Node {
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, timeout: Option<Duration>) -> bool {
         self.links.say_goodbye();
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let deadline = deadline_after(timeout.unwrap_or(MAX_TIMEOUT));
         let mut state = self.inbox().lock();
         loop {
-            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let now = Instant::now();
             let mut staying = state
                 .peers
                 .iter()
                 .enumerate()
-                .filter(|&(rank, peer)| rank != self.rank && !peer.said_goodbye)
+                .filter(|&(rank, peer)| rank != state.rank && !peer.said_goodbye)
                 .map(|(_, peer)| peer)
                 .peekable();
             if staying.peek().is_none() {
                 return true;
             }
-            if is_over
-                || staying.any(|peer| {
-                    peer.departure.is_some() || peer.silence(Instant::now()) > HEARTBEAT_TIMEOUT
-                })
+            if now >= deadline
+                || staying.any(|peer| peer.departure.is_some() || peer.is_silent(now))
             {
                 return false;
             }
@@ -393,8 +384,7 @@ impl Node {
                 HEARTBEAT_INTERVAL
             };
             // The deadline may be over while this process catches up.
-            let remaining = round.deadline.saturating_duration_since(Instant::now());
-            let interval = remaining.clamp(CATCH_UP_CHECK_INTERVAL, longest);
+            let interval = time_left(round.deadline).clamp(CATCH_UP_CHECK_INTERVAL, longest);
             state = self.inbox().wait(state, interval);
         }
     }

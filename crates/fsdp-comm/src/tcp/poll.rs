@@ -108,7 +108,7 @@ impl Poll {
     /// known.
     pub(super) fn settle(&mut self, schedule: Schedule) {
         for message in mem::take(&mut self.unsettled) {
-            if !message.names_ranks_below(schedule.ranks()) {
+            if !message.names_ranks_below(schedule.ranks) {
                 continue;
             }
             self.merge(message.ballot);
@@ -182,7 +182,7 @@ impl Poll {
     pub(super) fn enter(&mut self, schedule: Schedule, vote: &Vote<'_>, now: Instant) {
         self.merge(vote.ballot);
         // No attachment of this rank can be here already.
-        self.add(schedule.rank(), Bytes::copy_from_slice(vote.attachment));
+        self.add(schedule.rank, Bytes::copy_from_slice(vote.attachment));
         self.entered = Some(now);
         self.is_in_progress = true;
     }
@@ -192,15 +192,12 @@ impl Poll {
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<(Step, Vec<Bytes>)> {
         let step = schedule.steps().nth(self.sent_steps)?;
         self.entered?;
-        let mut ranks = schedule.consecutive_ranks(schedule.rank(), step.count);
+        let mut ranks = schedule.consecutive_ranks(schedule.rank, step.count);
         if ranks.any(|rank| self.attachment(rank).is_none()) {
             return None;
         }
         self.sent_steps += 1;
-        let messages = self.messages(
-            schedule.consecutive_ranks(schedule.rank(), step.count),
-            false,
-        );
+        let messages = self.messages(schedule.consecutive_ranks(schedule.rank, step.count), false);
         Some((step, messages))
     }
 
@@ -223,12 +220,12 @@ impl Poll {
     /// wait for; `None` before.
     pub(super) fn tally(&self, schedule: Schedule) -> Option<Tally> {
         let has_sent_all = self.sent_steps == schedule.steps().count();
-        if self.entered.is_none() || !has_sent_all || self.known_ranks < schedule.ranks() {
+        if self.entered.is_none() || !has_sent_all || self.known_ranks < schedule.ranks {
             return None;
         }
         Some(Tally {
             ballot: self.ballot?,
-            attachments: self.attachments[..schedule.ranks()]
+            attachments: self.attachments[..schedule.ranks]
                 .iter()
                 .flatten()
                 .cloned()
@@ -239,7 +236,7 @@ impl Poll {
 
     /// Returns the ranks whose ballots are not here.
     pub(super) fn missing(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
-        (0..schedule.ranks()).filter(|&rank| self.attachment(rank).is_none())
+        (0..schedule.ranks).filter(|&rank| self.attachment(rank).is_none())
     }
 
     /// Returns the ranks from which this one still needs ballots in some step of the schedule.
@@ -271,8 +268,8 @@ mod tests {
     /// Lets a rank enter a round.
     fn enter(poll: &mut Poll, schedule: Schedule) {
         let vote = Vote {
-            ballot: ballot(schedule.rank()),
-            attachment: &attachment(schedule.rank()),
+            ballot: ballot(schedule.rank),
+            attachment: &attachment(schedule.rank),
         };
         poll.enter(schedule, &vote, Instant::now());
     }

@@ -27,6 +27,7 @@ use super::node::{Connections, Node};
 use super::schedule::Schedule;
 use super::shared::host_token;
 use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
+use crate::deadline::time_left;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
@@ -139,21 +140,28 @@ fn connect_to_neighbours(
     store: &TcpStore,
     shared_memory: bool,
 ) -> Result<Connections, CommError> {
-    participant.raise_open_file_limit()?;
+    let &Participant {
+        rank, world_size, ..
+    } = participant;
+    // Rank 0 has connections to its store too.
+    let connections = if rank == 0 {
+        2 * world_size
+    } else {
+        world_size
+    };
+    open_files::raise_open_file_limit(connections)
+        .map_err(|message| participant.own_error(format!("rank {rank}: {message}")))?;
     // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections
     // between ranks is derived from it. So only a process that the store has let in can complete
     // the handshake of these connections.
     let proposed = nonce().map_err(|error| participant.io_error("get a random number", &error))?;
     let chosen = store
-        .compare_and_set("tcp/nonce", None, &proposed)
+        .set_if_absent("tcp/nonce", &proposed, participant.timeout)
         .map_err(|error| participant.store_lost_error(&error))?;
     let key = store.key.derive("ranks", &chosen);
     // Step 2: listen, and let others in from now on, in the background. So they can connect as soon
     // as they know the address of this rank, and no rank waits for another one to reach this point.
     let (listen_at, ip) = own_addresses(store);
-    let &Participant {
-        rank, world_size, ..
-    } = participant;
     let (port, admitted) = listen(&listen_at, key.clone(), rank, world_size)
         .map_err(|error| participant.io_error("listen", &error))?;
     // Step 3: exchange addresses through the store.
@@ -163,7 +171,12 @@ fn connect_to_neighbours(
         host: shared_memory.then(host_token).flatten(),
         connect_all_up_to: participant.connect_all_up_to,
     };
-    let ranks = exchange_addresses(participant, store, &own_address)?;
+    let encoded = wire::encode_plain(&own_address);
+    let ranks: Vec<RankAddress> = exchange_values(participant, store, ADDRESS, &encoded, "came")?
+        .iter()
+        .map(|bytes| wire::decode(bytes))
+        .collect::<Result<_, _>>()
+        .map_err(|message| participant.own_error(message))?;
     let connects_all = world_size <= ranks[0].connect_all_up_to;
     let directory = Directory {
         addresses: ranks
@@ -218,18 +231,6 @@ fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
 }
 
 impl Participant {
-    /// Raises the limit on open files for the connections of this rank to all others, and on rank 0
-    /// for those to its store.
-    fn raise_open_file_limit(&self) -> Result<(), CommError> {
-        let connections = if self.rank == 0 {
-            2 * self.world_size
-        } else {
-            self.world_size
-        };
-        open_files::raise_open_file_limit(connections)
-            .map_err(|message| self.own_error(format!("rank {}: {message}", self.rank)))
-    }
-
     /// Returns the error of a rendezvous that lacks the `missing` ranks.
     fn missing_error(&self, missing: &[usize], message: String) -> CommError {
         CommError::rendezvous(&self.address, missing, message)
@@ -277,8 +278,7 @@ impl Participant {
         store: &TcpStore,
         is_awaited: impl Fn(usize) -> bool,
     ) -> Option<CommError> {
-        let remaining = self.deadline.saturating_duration_since(Instant::now());
-        let departed = match store.departed_ranks(remaining) {
+        let departed = match store.departed_ranks(time_left(self.deadline)) {
             Ok(departed) => departed,
             Err(error) => return Some(self.store_lost_error(&error)),
         };
@@ -294,7 +294,7 @@ impl Participant {
     /// answer any more.
     fn give_up(&self, store: &TcpStore, own_error: CommError) -> CommError {
         let encoded = wire::encode_plain(&own_error);
-        let first_error = store.compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &encoded);
+        let first_error = store.set_if_absent(FAILURE, &encoded, CHECK_INTERVAL);
         store.leave();
         if self.rank == 0 {
             // The store ends with this rank, and the others have yet to read the error there.
@@ -329,38 +329,20 @@ impl Participant {
     }
 }
 
-/// Publishes this rank's address in the store, and waits for the addresses of all ranks.
-fn exchange_addresses(
-    participant: &Participant,
-    store: &TcpStore,
-    own_address: &RankAddress,
-) -> Result<Vec<RankAddress>, CommError> {
-    let encoded = wire::encode_plain(own_address);
-    let late_message = format!("not all ranks came within {:?}", participant.timeout);
-    let values = exchange_values(participant, store, ADDRESS, &encoded, &late_message)?;
-    let addresses = values.iter().map(|bytes| wire::decode(bytes));
-    addresses
-        .collect::<Result<_, _>>()
-        .map_err(|message| participant.own_error(message))
-}
-
 /// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all
-/// ranks. `late_message` is the message if some do not come in time.
+/// ranks. `action` says in messages what a rank has done that has set its key.
 fn exchange_values(
     participant: &Participant,
     store: &TcpStore,
     prefix: &str,
     own_value: &[u8],
-    late_message: &str,
+    action: &str,
 ) -> Result<Vec<Vec<u8>>, CommError> {
     store
         .set(&format!("{prefix}{}", participant.rank), own_value)
         .map_err(|error| participant.store_lost_error(&error))?;
-    let remaining = participant
-        .deadline
-        .saturating_duration_since(Instant::now());
     match store
-        .wait_for_ranks(prefix, remaining)
+        .wait_for_ranks(prefix, time_left(participant.deadline), true)
         .map_err(|error| participant.store_lost_error(&error))?
     {
         RankValues::Complete(values) if values.len() == participant.world_size => Ok(values),
@@ -373,10 +355,10 @@ fn exchange_values(
             Err(participant.own_error(message))
         }
         RankValues::Departed(first_departed) => Err(participant.departed_error(first_departed)),
-        RankValues::Missing(keys) => Err(participant.incomplete_error(
-            |rank| keys.contains(&format!("{prefix}{rank}")),
-            late_message.to_owned(),
-        )),
+        RankValues::Missing(ranks) => {
+            let message = format!("not all ranks {action} within {:?}", participant.timeout);
+            Err(participant.incomplete_error(|rank| ranks.contains(&rank), message))
+        }
     }
 }
 
@@ -408,8 +390,7 @@ fn accept_all(
         if awaited.is_empty() {
             return Ok(());
         }
-        let remaining = deadline.saturating_duration_since(Instant::now());
-        match admitted.recv_timeout(remaining.min(CHECK_INTERVAL)) {
+        match admitted.recv_timeout(time_left(deadline).min(CHECK_INTERVAL)) {
             // A rank connects a second time only if it has lost the first connection, so the new
             // one takes its place.
             Ok((stream, other_rank)) if higher.contains(&other_rank) => {
@@ -441,34 +422,23 @@ fn accept_all(
 /// that, but no longer than the deadline.
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
-    let late_message = format!(
-        "not all ranks connected to each other within {:?}",
-        participant.timeout
-    );
-    exchange_values(participant, store, CONNECTED, &[], &late_message)?;
+    exchange_values(
+        participant,
+        store,
+        CONNECTED,
+        &[],
+        "connected to each other",
+    )?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all
     // others know.
     store
         .set(&format!("{KNOWS}{}", participant.rank), &[])
         .map_err(|error| participant.store_lost_error(&error))?;
-    let mut unknowing_keys: Vec<String> = (1..participant.world_size)
-        .map(|rank| format!("{KNOWS}{rank}"))
-        .collect();
-    while participant.rank == 0 && Instant::now() < participant.deadline {
-        let Err(missing_keys) = store
-            .wait(&unknowing_keys, CHECK_INTERVAL)
-            .map_err(|error| participant.store_lost_error(&error))?
-        else {
-            break;
-        };
+    if participant.rank == 0 {
         // Nobody needs to wait for a rank that has ended.
-        let departed = store
-            .departed_ranks(CHECK_INTERVAL)
+        store
+            .wait_for_ranks(KNOWS, time_left(participant.deadline), false)
             .map_err(|error| participant.store_lost_error(&error))?;
-        unknowing_keys = missing_keys
-            .into_iter()
-            .filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}")))
-            .collect();
     }
     Ok(())
 }
@@ -476,13 +446,13 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
 /// Connects to a rank, and tries again until the deadline, because a rank drops connections when
 /// too many come at once.
 fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
-    let hello = Hello::new(participant.rank, participant.world_size);
+    let &Participant {
+        rank, world_size, ..
+    } = participant;
+    let hello = Hello { rank, world_size };
     loop {
         // A connect with a timeout of zero is refused, so the last attempt gets a little time.
-        let remaining = participant
-            .deadline
-            .saturating_duration_since(Instant::now())
-            .max(RETRY_INTERVAL);
+        let remaining = time_left(participant.deadline).max(RETRY_INTERVAL);
         let connected = TcpStream::connect_timeout(&address, remaining)
             .map_err(Refusal::Io)
             .and_then(|stream| {
@@ -491,22 +461,25 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
                 Ok(stream)
             });
         match connected {
-            // The other rank listened before it published its address, so it is gone.
-            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                return Err(error);
-            }
-            Err(Refusal::Io(error)) if Instant::now() + RETRY_INTERVAL < participant.deadline => {
-                tracing::debug!(%error, %address, "not connected; trying again");
-                thread::sleep(RETRY_INTERVAL);
-            }
-            Err(Refusal::Io(error)) => return Err(error),
+            Ok(stream) => return Ok(stream),
             Err(Refusal::OtherJob) => {
                 return Err(io::Error::new(
                     io::ErrorKind::PermissionDenied,
                     "a process of another job is there",
                 ));
             }
-            Ok(stream) => return Ok(stream),
+            // The other rank listened before it published its address, so if it refuses, it is
+            // gone.
+            Err(Refusal::Io(error))
+                if error.kind() == io::ErrorKind::ConnectionRefused
+                    || Instant::now() + RETRY_INTERVAL >= participant.deadline =>
+            {
+                return Err(error);
+            }
+            Err(Refusal::Io(error)) => {
+                tracing::debug!(%error, %address, "not connected; trying again");
+                thread::sleep(RETRY_INTERVAL);
+            }
         }
     }
 }

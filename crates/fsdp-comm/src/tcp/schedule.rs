@@ -14,8 +14,10 @@ use std::iter;
 /// The place of one rank in the schedule of its group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Schedule {
-    ranks: usize,
-    rank: usize,
+    /// The number of ranks.
+    pub(super) ranks: usize,
+    /// The rank whose schedule this is.
+    pub(super) rank: usize,
 }
 
 /// One step of a rank. It sends the ballots of as many ranks as it receives.
@@ -33,16 +35,6 @@ pub(super) struct Step {
 impl Schedule {
     pub(super) fn new(ranks: usize, rank: usize) -> Self {
         Schedule { ranks, rank }
-    }
-
-    /// Returns the number of ranks.
-    pub(super) fn ranks(self) -> usize {
-        self.ranks
-    }
-
-    /// Returns the rank whose schedule this is.
-    pub(super) fn rank(self) -> usize {
-        self.rank
     }
 
     /// Returns the steps of this rank, in order.
