@@ -295,7 +295,7 @@ pub(crate) type Planner<'p, 'a> =
 
 /// The direction in which bytes move in a round. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pattern {
+pub(crate) enum Direction {
     /// Every rank sends the same bytes to every rank.
     AllGather,
     /// One rank sends the same bytes to every rank.
@@ -325,7 +325,7 @@ pub(crate) struct Plan<'p> {
         not(feature = "mpi"),
         expect(dead_code, reason = "only MPI has a call for each direction")
     )]
-    pub(crate) pattern: Pattern,
+    pub(crate) direction: Direction,
     /// The largest number of bytes that any rank reads from another. It is the same on all ranks,
     /// so that all cut their bytes into the same pieces.
     #[cfg_attr(
@@ -408,12 +408,7 @@ impl<'p> Filler<'p> {
 /// cache.
 pub(crate) const BLOCK_BYTES: usize = 16 << 10;
 
-impl<'p> Destination<'p> {
-    /// Returns the destination that copies the bytes of each rank to consecutive slices.
-    pub(crate) fn copy(slices: Vec<Vec<&'p mut [u8]>>) -> Self {
-        Destination::Copy(slices.into_iter().map(Filler::new).collect())
-    }
-
+impl Destination<'_> {
     /// Takes the next piece of each rank. The pieces begin at `offset` of the bytes of each.
     pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::backend::{Destination, Filler, Pattern, Plan};
+use crate::backend::{Destination, Direction, Filler, Plan};
 use crate::element::Element;
 use crate::error::{CommError, RankCall};
 use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
@@ -115,7 +115,7 @@ impl ProcessGroup {
             let input = buffer.to_vec();
             let whole = vec![0..size_of_val(buffer); world_size];
             let plan = Plan {
-                pattern: Pattern::AllGather,
+                direction: Direction::AllGather,
                 largest_transfer_bytes: size_of_val(buffer),
                 sent_ranges: whole.clone(),
                 received_ranges: whole,
@@ -142,7 +142,7 @@ impl ProcessGroup {
             let reduced = &mut reduced[..counts[self.rank()]];
             turn.reduce_scatter(reduced, &counts, window, op)?;
             let plan = Plan {
-                pattern: Pattern::AllGather,
+                direction: Direction::AllGather,
                 largest_transfer_bytes: largest_byte_len::<T>(&counts),
                 sent_ranges: vec![0..size_of_val(reduced); world_size],
                 received_ranges: whole_inputs::<T>(&counts),
@@ -174,7 +174,7 @@ impl ProcessGroup {
         let mut sent_ranges = vec![0..size_of_val(send); world_size];
         sent_ranges[root] = 0..0;
         let plan = Plan {
-            pattern: Pattern::Broadcast { root },
+            direction: Direction::Broadcast { root },
             largest_transfer_bytes: byte_len,
             sent_ranges,
             received_ranges: whole_inputs::<T>(&counts),
@@ -197,10 +197,9 @@ impl ProcessGroup {
     ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::Gather, vec![input.len()], Some(root));
         let counts = vec![input.len(); self.world_size()];
-        match output {
-            Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input),
-            None => self.gather_counts(call, None, &counts, input),
-        }
+        let mut outputs = output.map(|output| [output]);
+        let outputs = outputs.as_mut().map(<[_; 1]>::as_mut_slice);
+        self.gather_counts(call, outputs, &counts, input)
     }
 
     /// Gathers like [`gather`](Self::gather), with `counts[r]` elements of each rank `r`, with
@@ -253,7 +252,7 @@ impl ProcessGroup {
             None => vec![0; counts.len()],
         };
         let plan = Plan {
-            pattern: root.map_or(Pattern::AllGather, |root| Pattern::Gather { root }),
+            direction: root.map_or(Direction::AllGather, |root| Direction::Gather { root }),
             largest_transfer_bytes: largest_byte_len::<T>(counts),
             sent_ranges,
             received_ranges: whole_inputs::<T>(&output_counts),
@@ -332,7 +331,7 @@ impl ProcessGroup {
             None => vec![0..0; counts.len()],
         };
         let plan = Plan {
-            pattern: Pattern::Scatter { root },
+            direction: Direction::Scatter { root },
             largest_transfer_bytes: largest_byte_len::<T>(counts),
             sent_ranges,
             received_ranges,
@@ -418,7 +417,7 @@ impl ProcessGroup {
                 .max()
                 .expect("there is a count for each rank");
             Ok(Some(Plan {
-                pattern: Pattern::AllToAll,
+                direction: Direction::AllToAll,
                 largest_transfer_bytes: largest_byte_len::<T>(&[*largest as usize]),
                 sent_ranges: byte_ranges::<T>(send_counts),
                 received_ranges: received_ranges.collect(),
@@ -441,7 +440,7 @@ impl Turn<'_> {
         let rank = self.group.rank();
         let sent_ranges = byte_ranges::<T>(counts);
         let plan = Plan {
-            pattern: Pattern::AllToAll,
+            direction: Direction::AllToAll,
             largest_transfer_bytes: largest_byte_len::<T>(counts),
             received_ranges: vec![sent_ranges[rank].clone(); counts.len()],
             sent_ranges,

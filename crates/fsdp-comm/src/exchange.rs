@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::backend::{Destination, Pattern, Plan};
+use crate::backend::{Destination, Direction, Filler, Plan};
 use crate::buffer::reserve;
 use crate::error::CommError;
 use crate::group::Turn;
@@ -35,7 +35,7 @@ impl Turn<'_> {
     pub(crate) fn exchange_objects(
         &mut self,
         fault: Option<Fault>,
-        pattern: Pattern,
+        direction: Direction,
         own_objects: &[Vec<u8>],
     ) -> Result<Vec<Vec<u8>>, CommError> {
         let rank = self.group.rank();
@@ -54,7 +54,7 @@ impl Turn<'_> {
         let mut planned = None;
         self.round(fault, sizes, &first_piece, |attachments| {
             // The sizes come from others, and are checked before anything is reserved.
-            let found = Routes::new(attachments, global_ranks, &name, pattern)?;
+            let found = Routes::new(attachments, global_ranks, &name, direction)?;
             let fits = found.busiest_rank_bytes() <= ROUND_BYTES;
             if fits {
                 // Others may be reading the bytes of this rank already, so they must be told if it
@@ -122,7 +122,7 @@ fn saturating_sum(sizes: impl Iterator<Item = usize>) -> usize {
 struct Routes {
     /// For each rank, the sizes of the objects that it sends.
     sizes: Vec<Vec<usize>>,
-    pattern: Pattern,
+    direction: Direction,
 }
 
 impl Routes {
@@ -134,7 +134,7 @@ impl Routes {
         attachments: &[Attachment<'_>],
         ranks: &[usize],
         operation: &str,
-        pattern: Pattern,
+        direction: Direction,
     ) -> Result<Self, CommError> {
         let mut sizes = Vec::with_capacity(attachments.len());
         for (attachment, rank) in attachments.iter().zip(ranks) {
@@ -150,18 +150,18 @@ impl Routes {
             }
             sizes.push(own_sizes.iter().map(|&size| size as usize).collect());
         }
-        Ok(Routes { sizes, pattern })
+        Ok(Routes { sizes, direction })
     }
 
     /// Returns the index of the object that a rank gets from another.
     fn object_index(&self, sender: usize, receiver: usize) -> Option<usize> {
-        let index = match self.pattern {
-            Pattern::AllGather => 0,
-            Pattern::Broadcast { root } if sender == root => 0,
-            Pattern::Gather { root } if receiver == root => 0,
-            Pattern::Scatter { root } if sender == root => receiver,
-            Pattern::AllToAll => receiver,
-            Pattern::Broadcast { .. } | Pattern::Gather { .. } | Pattern::Scatter { .. } => {
+        let index = match self.direction {
+            Direction::AllGather => 0,
+            Direction::Broadcast { root } if sender == root => 0,
+            Direction::Gather { root } if receiver == root => 0,
+            Direction::Scatter { root } if sender == root => receiver,
+            Direction::AllToAll => receiver,
+            Direction::Broadcast { .. } | Direction::Gather { .. } | Direction::Scatter { .. } => {
                 return None;
             }
         };
@@ -251,15 +251,15 @@ impl Routes {
             .map(|(bytes, range)| {
                 let old_len = bytes.len();
                 bytes.resize(old_len + range.len(), 0);
-                vec![&mut bytes[old_len..]]
+                Filler::new(vec![&mut bytes[old_len..]])
             });
         Plan {
-            pattern: self.pattern,
+            direction: self.direction,
             largest_transfer_bytes: cut_to_window(self.largest_object_bytes(), window).len(),
             sent_ranges: ranks
                 .map(|receiver| self.range(rank, receiver, window))
                 .collect(),
-            destination: Destination::copy(destinations.collect()),
+            destination: Destination::Copy(destinations.collect()),
             received_ranges,
         }
     }
@@ -272,7 +272,7 @@ mod tests {
     fn gather(sizes: Vec<Vec<usize>>) -> Routes {
         Routes {
             sizes,
-            pattern: Pattern::Gather { root: 0 },
+            direction: Direction::Gather { root: 0 },
         }
     }
 
@@ -302,7 +302,7 @@ mod tests {
     fn pieces_of_several_objects_lie_one_after_the_other() {
         let scatter = Routes {
             sizes: vec![vec![3, 0, 5], vec![], vec![]],
-            pattern: Pattern::Scatter { root: 0 },
+            direction: Direction::Scatter { root: 0 },
         };
         let objects = [b"abc".to_vec(), b"".to_vec(), b"vwxyz".to_vec()];
         let (first, second) = (0..2, 2..4);
@@ -321,7 +321,7 @@ mod tests {
             numbers: vec![size],
             payload: &[],
         });
-        let error = Routes::new(&attachments, &[0, 7], "gather_object", Pattern::AllGather)
+        let error = Routes::new(&attachments, &[0, 7], "gather_object", Direction::AllGather)
             .map(|_| ())
             .unwrap_err();
         assert!(

@@ -38,6 +38,8 @@
 //! [`MAX_MESSAGE_BYTES`], [`MAX_WORLD_SIZE`], [`MAX_STORE_BYTES`].
 
 mod access;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod asking;
 mod backend;
 mod backend_kind;
 mod ballot;
@@ -64,8 +66,6 @@ mod mpi;
 mod nccl;
 mod objects;
 mod open_files;
-#[cfg(any(feature = "mpi", feature = "nccl"))]
-mod polling;
 mod record;
 mod reduce;
 mod store;

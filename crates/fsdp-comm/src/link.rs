@@ -74,15 +74,14 @@ pub(crate) struct LinkedBackend {
 }
 
 impl LinkedBackend {
-    /// Puts a backend behind a simulated link, which is idle at first.
-    pub(crate) fn new(inner: Arc<dyn Backend>, options: SimulatedLink) -> Self {
-        LinkedBackend {
-            inner,
-            link: Arc::new(Link {
-                options,
-                free_at: Mutex::new(Instant::now()),
-            }),
-        }
+    /// Puts a backend behind a simulated link, if there is one. The link is idle at first.
+    pub(crate) fn behind(inner: Arc<dyn Backend>, link: Option<SimulatedLink>) -> Arc<dyn Backend> {
+        let Some(options) = link else {
+            return inner;
+        };
+        let free_at = Mutex::new(Instant::now());
+        let link = Arc::new(Link { options, free_at });
+        Arc::new(LinkedBackend { inner, link })
     }
 }
 

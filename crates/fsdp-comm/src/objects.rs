@@ -4,7 +4,7 @@ use fsdp_layout::Failure;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::backend::Pattern;
+use crate::backend::Direction;
 use crate::collectives::check;
 use crate::error::{CommError, RankCall, bounded};
 use crate::exchange::MAX_OBJECT_BYTES;
@@ -22,7 +22,7 @@ impl ProcessGroup {
         value: &T,
     ) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
-        let objects = self.exchange(&call, Pattern::AllGather, Ok(()), [value])?;
+        let objects = self.exchange(&call, Direction::AllGather, Ok(()), [value])?;
         decode_all(&call, &objects)
     }
 
@@ -41,7 +41,7 @@ impl ProcessGroup {
             ..Call::new(Operation::GatherObject)
         };
         let arguments = check(&call, || self.check_root(root));
-        let objects = self.exchange(&call, Pattern::Gather { root }, arguments, [value])?;
+        let objects = self.exchange(&call, Direction::Gather { root }, arguments, [value])?;
         if self.rank() != root {
             return Ok(None);
         }
@@ -78,7 +78,7 @@ impl ProcessGroup {
         });
         // Only the values of the root count.
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
-        let objects = self.exchange(&call, Pattern::Scatter { root }, arguments, values)?;
+        let objects = self.exchange(&call, Direction::Scatter { root }, arguments, values)?;
         decode(&call, &objects[root])
     }
 
@@ -99,17 +99,17 @@ impl ProcessGroup {
         };
         let arguments = check(&call, || self.check_value(value.is_some(), root));
         let value = value.filter(|_| self.rank() == root);
-        let objects = self.exchange(&call, Pattern::Broadcast { root }, arguments, value)?;
+        let objects = self.exchange(&call, Direction::Broadcast { root }, arguments, value)?;
         decode(&call, &objects[root])
     }
 
-    /// Moves the `values` of this rank in an operation of their own. If the `arguments` are wrong, or
-    /// a value cannot be encoded, the operation fails on all ranks. See
+    /// Moves the `values` of this rank in an operation of their own. If the `arguments` are wrong,
+    /// or a value cannot be encoded, the operation fails on all ranks. See
     /// [`Turn::exchange_objects`](crate::group::Turn::exchange_objects).
     fn exchange<'v, T: Serialize + 'v>(
         &self,
         call: &Call,
-        pattern: Pattern,
+        direction: Direction,
         arguments: Result<(), CommError>,
         values: impl IntoIterator<Item = &'v T>,
     ) -> Result<Vec<Vec<u8>>, CommError> {
@@ -121,7 +121,7 @@ impl ProcessGroup {
             Ok(())
         });
         self.begin(call.clone(), arguments)?
-            .exchange_objects(None, pattern, &objects)
+            .exchange_objects(None, direction, &objects)
     }
 
     /// Copies the root's value to every rank, unless any rank has an error, which then becomes the
@@ -162,7 +162,7 @@ impl ProcessGroup {
             Ok(_) => {}
             Err(error) => fault = Some(Fault::new(error)),
         }
-        let objects = turn.exchange_objects(fault, Pattern::Broadcast { root }, &own_objects)?;
+        let objects = turn.exchange_objects(fault, Direction::Broadcast { root }, &own_objects)?;
         decode(&call, &objects[root])
     }
 
@@ -244,10 +244,9 @@ impl ProcessGroup {
                 schemas: RankCall::collect(schemas),
             })
         })?;
-        let Ok(value) = outcome else {
+        Ok(outcome.unwrap_or_else(|_| {
             unreachable!("a rank with an error has a fault, with which the round fails")
-        };
-        Ok(value)
+        }))
     }
 }
 

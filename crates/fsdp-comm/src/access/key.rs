@@ -46,7 +46,7 @@ impl Key {
 
     /// Derives another key from this one, for another use.
     pub(crate) fn derive(&self, purpose: &str, data: &[u8]) -> Key {
-        Key(self.mac(purpose, &[data]).finalize().into_bytes().into())
+        Key(self.prove(purpose, &[data]))
     }
 
     /// Returns the proof, for `purpose`, that whoever sends `fields` has the key.

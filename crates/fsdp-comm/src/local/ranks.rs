@@ -10,7 +10,7 @@ use fsdp_layout::ErrorKind;
 
 use super::turns::{TurnGuard, Turns};
 use super::{Hub, LocalBackend, Membership};
-use crate::backend::{Backend, Members};
+use crate::backend::Members;
 use crate::deadline::DEFAULT_DEADLINE;
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::ProcessGroup;
@@ -184,11 +184,8 @@ impl LocalRanks {
         // ends.
         let membership = membership;
         let members = Members::world(rank, self.world_size);
-        let mut backend: Arc<dyn Backend> =
-            Arc::new(LocalBackend::new(Arc::clone(&membership), members));
-        if let Some(link) = self.link {
-            backend = Arc::new(LinkedBackend::new(backend, link));
-        }
+        let backend = Arc::new(LocalBackend::new(Arc::clone(&membership), members));
+        let backend = LinkedBackend::behind(backend, self.link);
         let group = ProcessGroup::new(backend, self.deadline, self.world_size);
         // `membership` outlives the unwinding, so that the others are told of the panic before they
         // see the rank leave.

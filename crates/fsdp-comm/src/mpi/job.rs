@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use super::library::{self, Buffers, Communicator, Pending};
 use crate::access::Secret;
-use crate::backend::Pattern;
+use crate::asking::wait_until;
+use crate::backend::Direction;
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::{deadline_after, time_left};
 use crate::error::CommError;
-use crate::polling::wait_until;
 use crate::store::{StoreOptions, TcpStore};
 use crate::sync::lock;
 use crate::tcp::{Participant, TcpBackend};
@@ -145,8 +145,7 @@ impl Job {
         let deadline = deadline_after(timeout);
         let owner = Owner::start(deadline)?;
         let world = Communicator::world().map_err(|error| library_error("MPI_Comm_size", error))?;
-        let (control, ranks_on_host) =
-            blame::record(world.rank(), meet(&world, timeout, deadline))?;
+        let (control, ranks_on_host) = blame::record(world.rank, meet(&world, timeout, deadline))?;
         Ok(Arc::new(Job {
             owner: Mutex::new(owner),
             control: Arc::new(control),
@@ -198,8 +197,8 @@ fn meet(
 ) -> Result<(TcpBackend, usize), CommError> {
     let (store, ranks_on_host) = open_store(world, timeout, deadline)?;
     let participant = Participant {
-        rank: world.rank(),
-        world_size: world.ranks(),
+        rank: world.rank,
+        world_size: world.ranks,
         address: store.address().to_owned(),
         timeout,
         deadline,
@@ -218,8 +217,8 @@ fn open_store(
 ) -> Result<(TcpStore, usize), CommError> {
     // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one
     // host.
-    let rank = world.rank();
-    let world_size = world.ranks();
+    let rank = world.rank;
+    let world_size = world.ranks;
     let name = ::mpi::environment::processor_name()
         .map_err(|error| library_error("MPI_Get_processor_name", error.to_string()))?;
     let mut padded_name = name.clone().into_bytes();
@@ -227,7 +226,7 @@ fn open_store(
     let mut pieces = vec![&[][..]; world_size];
     pieces[rank] = &padded_name;
     let lens = vec![NAME_BYTES; world_size];
-    let gathered = world.begin(Pattern::AllGather, Buffers::default(), &pieces, &lens);
+    let gathered = world.begin(Direction::AllGather, Buffers::default(), &pieces, &lens);
     let names = wait("MPI_Iallgatherv", gathered, || late_error(deadline))?.receive;
     let ranks_on_host = names
         .chunks(NAME_BYTES)
@@ -265,7 +264,7 @@ fn open_store(
     }
     pieces[rank] = &encoded_place;
     let telling = world.begin(
-        Pattern::Broadcast { root: 0 },
+        Direction::Broadcast { root: 0 },
         Buffers::default(),
         &pieces,
         &lens,

@@ -11,7 +11,7 @@ use ::mpi::Threading;
 use ::mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
 use ::mpi::ffi;
 
-use crate::backend::Pattern;
+use crate::backend::Direction;
 
 /// A result with MPI's own message as the error.
 pub(super) type Result<T> = std::result::Result<T, String>;
@@ -110,8 +110,10 @@ impl Drop for Pending {
 #[derive(Debug)]
 pub(super) struct Communicator {
     raw: ffi::MPI_Comm,
-    rank: usize,
-    ranks: usize,
+    /// This rank.
+    pub(super) rank: usize,
+    /// The number of ranks.
+    pub(super) ranks: usize,
     is_ours: bool,
 }
 
@@ -183,14 +185,6 @@ impl Communicator {
         })
     }
 
-    pub(super) fn rank(&self) -> usize {
-        self.rank
-    }
-
-    pub(super) fn ranks(&self) -> usize {
-        self.ranks
-    }
-
     /// Notes that a call on it will never be over, so that it is never freed.
     pub(super) fn give_up(&mut self) {
         self.is_ours = false;
@@ -202,7 +196,7 @@ impl Communicator {
     /// too.
     pub(super) fn begin(
         &self,
-        pattern: Pattern,
+        direction: Direction,
         mut buffers: Buffers,
         pieces: &[&[u8]],
         received_lens: &[usize],
@@ -227,7 +221,7 @@ impl Communicator {
         let expected = lay_out(received_lens.iter().copied(), counts, starts)?;
         receive.resize(expected, 0);
         // A broadcast has one buffer, for the bytes that the root sends and the others receive.
-        if let Pattern::Broadcast { root } = pattern
+        if let Direction::Broadcast { root } = direction
             && root == self.rank
         {
             std::mem::swap(send, receive);
@@ -249,8 +243,8 @@ impl Communicator {
         // SAFETY: the numbers are those of the buffers, which stay where they are until the call
         // is over. On ranks that are not the root MPI does not look at what only the root needs.
         let code = unsafe {
-            match pattern {
-                Pattern::AllGather => ffi::MPI_Iallgatherv(
+            match direction {
+                Direction::AllGather => ffi::MPI_Iallgatherv(
                     send_address,
                     sent_count,
                     byte,
@@ -261,7 +255,7 @@ impl Communicator {
                     communicator,
                     request_place,
                 ),
-                Pattern::Broadcast { root } => ffi::MPI_Ibcast(
+                Direction::Broadcast { root } => ffi::MPI_Ibcast(
                     receive_address,
                     received_count,
                     byte,
@@ -269,7 +263,7 @@ impl Communicator {
                     communicator,
                     request_place,
                 ),
-                Pattern::Gather { root } => ffi::MPI_Igatherv(
+                Direction::Gather { root } => ffi::MPI_Igatherv(
                     send_address,
                     sent_count,
                     byte,
@@ -281,7 +275,7 @@ impl Communicator {
                     communicator,
                     request_place,
                 ),
-                Pattern::Scatter { root } => ffi::MPI_Iscatterv(
+                Direction::Scatter { root } => ffi::MPI_Iscatterv(
                     send_address,
                     sent_counts.as_ptr(),
                     sent_starts.as_ptr(),
@@ -293,7 +287,7 @@ impl Communicator {
                     communicator,
                     request_place,
                 ),
-                Pattern::AllToAll => ffi::MPI_Ialltoallv(
+                Direction::AllToAll => ffi::MPI_Ialltoallv(
                     send_address,
                     sent_counts.as_ptr(),
                     sent_starts.as_ptr(),

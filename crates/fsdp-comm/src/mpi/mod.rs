@@ -17,13 +17,13 @@ use std::time::Duration;
 
 use self::job::{Job, library_error, wait};
 use self::library::Communicator;
+use crate::asking::wait_until;
 use crate::backend::{Backend, Members, Plan, Planner, Round, Vote};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
-use crate::polling::wait_until;
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 

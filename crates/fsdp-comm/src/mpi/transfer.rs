@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::library::{self, Buffers, Communicator, Pending};
-use crate::backend::{BLOCK_BYTES, Pattern, Plan};
+use crate::backend::{BLOCK_BYTES, Direction, Plan};
 use crate::error::CommError;
 
 /// The approximate number of bytes of all ranks that one call moves: far below the largest count of
@@ -19,19 +19,19 @@ pub(super) fn transfer(
     wait: &mut dyn FnMut(library::Result<Pending>) -> Result<Buffers, CommError>,
 ) -> Result<(), CommError> {
     let Plan {
-        pattern,
+        direction,
         largest_transfer_bytes,
         mut sent_ranges,
         received_ranges,
         mut destination,
     } = plan;
-    if let Pattern::AllGather | Pattern::Broadcast { .. } = pattern
+    if let Direction::AllGather | Direction::Broadcast { .. } = direction
         && let Some(first_receiver) = sent_ranges.iter().position(|range| !range.is_empty())
     {
         // All ranks get the same bytes, which are sent once.
         sent_ranges[first_receiver + 1..].fill(0..0);
     }
-    let ranks = communicator.ranks();
+    let ranks = communicator.ranks;
     let window_bytes = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
     let mut buffers = Buffers::default();
     for start in (0..largest_transfer_bytes).step_by(window_bytes) {
@@ -44,7 +44,7 @@ pub(super) fn transfer(
             .iter()
             .map(|range| part_in_window(range, &window).len())
             .collect();
-        buffers = wait(communicator.begin(pattern, buffers, &pieces, &received_lens))?;
+        buffers = wait(communicator.begin(direction, buffers, &pieces, &received_lens))?;
         // The bytes of all ranks have arrived one after the other.
         let mut remaining = &buffers.receive[..];
         let pieces: Vec<&[u8]> = received_lens

@@ -17,11 +17,11 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use super::late::LeftOut;
 use super::library::{NcclCommunicator, SplitPlace};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
+use crate::asking::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
 use crate::backend::{Movement, QueuedTransfer, Round};
 use crate::blame;
 use crate::deadline::MAX_TIMEOUT;
 use crate::error::CommError;
-use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
 use crate::record::Call;
 use crate::sync::{lock, wait_timeout};
 

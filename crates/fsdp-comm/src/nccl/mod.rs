@@ -70,8 +70,8 @@ fn device_count() -> Result<usize, CommError> {
 }
 
 /// Returns the GPU of a rank: the one with the number of its local rank, or the only one that it
-/// sees: so a launcher can choose, and let several ranks share it. The error is a local rank without
-/// a GPU.
+/// sees. So a launcher can choose, and let several ranks share it. The error is a local rank
+/// without a GPU.
 fn local_rank_ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use crate::asking::{GRACE_PERIOD, PEER_CHECK_INTERVAL, wait_until};
 use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
-use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, wait_until};
 use crate::tcp::{NEWS_TIMEOUT, TcpBackend};
 
 /// The round of an operation, with its name.

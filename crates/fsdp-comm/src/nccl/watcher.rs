@@ -13,10 +13,10 @@ use super::communicator::{Communicator, FINALIZE_TIMEOUT, Next, Operation, abort
 use super::late;
 use super::library::{NcclCommunicator, UniqueId};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
+use crate::asking::{GRACE_PERIOD, Pause};
 use crate::backend::{Backend as _, Members, Round};
 use crate::deadline::{deadline_after, time_left};
 use crate::error::CommError;
-use crate::polling::{GRACE_PERIOD, Pause};
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 

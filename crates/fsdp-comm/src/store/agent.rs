@@ -161,17 +161,16 @@ impl Agent {
             ..
         } = options;
         loop {
-            let found = self.wait_for_address(key).map_err(|error| {
+            let PublishedAddress {
+                address: published_address,
+                nonce,
+            } = self.wait_for_address(key).map_err(|error| {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {timeout:?} where rank 0 is: \
                      {}; see what rank 0 says",
                     describe_error(&error)
                 )
             })?;
-            let PublishedAddress {
-                address: published_address,
-                nonce,
-            } = found;
             let ip = if published_address.ip().is_unspecified() {
                 self.peer.ip()
             } else {

@@ -92,11 +92,10 @@ impl TcpStore {
         let addresses = listening::listening_addresses(address, options)
             .map_err(|error| failed(format!(" could not listen: {error}; see MASTER_ADDR")))?;
         // An address that strangers reach needs a secret. This is checked before the port is open.
-        for socket_address in &addresses {
-            options
-                .check_address(socket_address.ip())
-                .map_err(|message| failed(format!(": {message}")))?;
-        }
+        addresses
+            .iter()
+            .try_for_each(|address| options.check_address(address.ip()))
+            .map_err(|message| failed(format!(": {message}")))?;
         let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => {
@@ -180,10 +179,10 @@ impl TcpStore {
             .check_address(stream.peer_addr()?.ip())
             .map_err(NotJoined::Refused)?;
         // Step 1: both sides show that they belong to the same job.
-        let &StoreOptions {
-            rank, world_size, ..
-        } = options;
-        let hello = Hello { rank, world_size };
+        let hello = Hello {
+            rank: options.rank,
+            world_size: options.world_size,
+        };
         let key = options.key();
         handshake_as_client(&stream, &key, hello, deadline)?;
         // Step 2: the store of this job accepts this rank or refuses it, for example because the
@@ -243,8 +242,8 @@ impl TcpStore {
     }
 
     /// Waits until each rank has set its key, which is `prefix` and its number. If a rank has ended
-    /// its connection to the store and keys are missing, the wait ends early if it `needs_all`; else
-    /// it passes over that rank.
+    /// its connection to the store and keys are missing, the wait ends early if it `needs_all`;
+    /// else it passes over that rank.
     pub(crate) fn wait_for_ranks(
         &self,
         prefix: &str,
@@ -300,8 +299,8 @@ impl TcpStore {
     }
 
     /// Sends a request, and returns what `read` finds in the reply, or the error of a reply that
-    /// `read` gives back; `name` is the operation, for errors. A connection that broke in the middle
-    /// of a request is not used again: the next reply could be that of the one before.
+    /// `read` gives back; `name` is the operation, for errors. A connection that broke in the
+    /// middle of a request is not used again: the next reply could be that of the one before.
     fn ask<R>(
         &self,
         name: &str,

@@ -64,10 +64,8 @@ impl TcpOptions {
     /// # Errors
     /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
     pub fn connect(&self, environment: &Environment) -> Result<ProcessGroup, CommError> {
-        let mut backend: Arc<dyn Backend> = Arc::new(self.connect_backend(environment)?);
-        if let Some(link) = self.link {
-            backend = Arc::new(LinkedBackend::new(backend, link));
-        }
+        let backend = Arc::new(self.connect_backend(environment)?);
+        let backend = LinkedBackend::behind(backend, self.link);
         let ranks_on_host = environment.local_world_size.unwrap_or(1);
         Ok(ProcessGroup::new(backend, self.deadline, ranks_on_host))
     }
@@ -276,7 +274,7 @@ mod tests {
 
     use super::super::frame::{CHUNK_BYTES, Kind, Notice, OutgoingFrame};
     use super::*;
-    use crate::backend::{Destination, Pattern, SETUP_ROUNDS};
+    use crate::backend::{Destination, Direction, Filler, SETUP_ROUNDS};
     use crate::ballot::Ballot;
 
     /// A vote in which nothing is compared.
@@ -373,7 +371,8 @@ mod tests {
         let mut max_chunks = 0;
         thread::scope(|scope| {
             scope.spawn(|| {
-                let destination = Destination::copy(vec![Vec::new(), Vec::new()]);
+                let fillers = [(), ()].map(|()| Filler::new(Vec::new()));
+                let destination = Destination::Copy(fillers.into());
                 sender
                     .round(
                         &round,
@@ -415,7 +414,7 @@ mod tests {
             .max()
             .unwrap_or(0);
         let plan = Plan {
-            pattern: Pattern::Gather { root: 0 },
+            direction: Direction::Gather { root: 0 },
             largest_transfer_bytes,
             sent_ranges,
             received_ranges,

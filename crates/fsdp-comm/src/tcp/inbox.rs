@@ -419,7 +419,7 @@ impl InboxState {
     /// from this rank only.
     fn forward_failure(&mut self, group: u64) {
         if let Some((round, error)) = &self.groups[&group].failure {
-            let (round, body) = (*round, encode_failure(error));
+            let (round, body) = (*round, wire::encode_plain(error).into());
             self.tell_neighbours(Kind::Abort, group, round, body);
         }
     }
@@ -591,11 +591,6 @@ pub(super) fn timeout_error(
     now: Instant,
 ) -> Option<CommError> {
     (now >= round.deadline && !missing.is_empty()).then(|| round.timeout_error(missing.to_vec()))
-}
-
-/// Returns the body of a frame that tells of an error.
-fn encode_failure(error: &CommError) -> Bytes {
-    wire::encode_plain(error).into()
 }
 
 /// Returns the body of a frame that consists of a rank, a little-endian `u64`.

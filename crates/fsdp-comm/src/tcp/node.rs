@@ -1,6 +1,7 @@
 //! This process in its job: what its operations send to other ranks, and what they wait for.
 
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -43,8 +44,8 @@ pub(super) struct Connections {
     pub(super) timeout: Duration,
     /// A token of each rank's host, see [`Node::hosts`].
     pub(super) hosts: Vec<Option<String>>,
-    /// The connections by rank; `None` for ranks to which there is none.
-    pub(super) streams: Vec<Option<TcpStream>>,
+    /// The connections, by rank.
+    pub(super) streams: HashMap<usize, TcpStream>,
     /// The means to make other connections; `None` if every two ranks are connected.
     pub(super) on_demand: Option<(Directory, (Port, Admitted))>,
 }
@@ -74,7 +75,7 @@ impl Node {
             streams,
             on_demand,
         } = connections;
-        let ranks = streams.len();
+        let ranks = hosts.len();
         let mut state = InboxState::new(rank, ranks, timeout, Instant::now());
         let (directory, listening) = on_demand.unzip();
         if directory.is_some() {
@@ -88,10 +89,8 @@ impl Node {
             notifier: None,
             _store: store,
         };
-        for (other_rank, stream) in streams.into_iter().enumerate() {
-            if let Some(stream) = stream {
-                node.links.adopt(other_rank, stream)?;
-            }
+        for (other_rank, stream) in streams {
+            node.links.adopt(other_rank, stream)?;
         }
         let beating = Arc::clone(&node.links);
         node.links.spawn("heartbeat".to_owned(), move || {

@@ -192,13 +192,12 @@ impl Poll {
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<(Step, Vec<Bytes>)> {
         let step = schedule.steps().nth(self.sent_steps)?;
         self.entered?;
-        let mut ranks = schedule.consecutive_ranks(schedule.rank, step.count);
-        if ranks.any(|rank| self.attachment(rank).is_none()) {
+        let ranks = schedule.consecutive_ranks(schedule.rank, step.count);
+        if ranks.clone().any(|rank| self.attachment(rank).is_none()) {
             return None;
         }
         self.sent_steps += 1;
-        let messages = self.messages(schedule.consecutive_ranks(schedule.rank, step.count), false);
-        Some((step, messages))
+        Some((step, self.messages(ranks, false)))
     }
 
     /// Returns the messages with the ballots that this rank has not spread yet, and counts them as

@@ -11,7 +11,7 @@
 //! The others notice that it has ended, and return the error that is in the store, so that all
 //! ranks have the same.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -143,7 +143,7 @@ fn connect_to_neighbours(
     let &Participant {
         rank, world_size, ..
     } = participant;
-    // Rank 0 has connections to its store too.
+    // Rank 0 has those to its store, too.
     let connections = if rank == 0 {
         2 * world_size
     } else {
@@ -194,12 +194,12 @@ fn connect_to_neighbours(
     };
     let others = neighbours.into_iter().filter(|&other| other != rank);
     let (lower, higher): (Vec<usize>, Vec<usize>) = others.partition(|&other| other < rank);
-    let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
+    let mut streams = HashMap::new();
     for other_rank in lower {
         let address = directory.addresses[other_rank];
         let stream = connect(participant, &directory.key, address)
             .map_err(|error| participant.unreachable_error(store, other_rank, address, &error))?;
-        streams[other_rank] = Some(stream);
+        streams.insert(other_rank, stream);
     }
     accept_all(participant, store, &admitted, &mut streams, &higher)?;
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
@@ -371,7 +371,7 @@ fn accept_all(
     participant: &Participant,
     store: &TcpStore,
     admitted: &Admitted,
-    streams: &mut [Option<TcpStream>],
+    streams: &mut HashMap<usize, TcpStream>,
     higher: &[usize],
 ) -> Result<(), CommError> {
     let &Participant {
@@ -385,19 +385,20 @@ fn accept_all(
         let awaited: HashSet<usize> = higher
             .iter()
             .copied()
-            .filter(|&other_rank| streams[other_rank].is_none())
+            .filter(|other_rank| !streams.contains_key(other_rank))
             .collect();
         if awaited.is_empty() {
             return Ok(());
         }
         match admitted.recv_timeout(time_left(deadline).min(CHECK_INTERVAL)) {
-            // A rank connects a second time only if it has lost the first connection, so the new
-            // one takes its place.
-            Ok((stream, other_rank)) if higher.contains(&other_rank) => {
-                streams[other_rank] = Some(stream);
+            Ok((stream, other_rank)) => {
+                // A rank connects a second time only if it has lost the first connection, so the
+                // new one takes its place.
+                if higher.contains(&other_rank) {
+                    streams.insert(other_rank, stream);
+                }
                 continue;
             }
-            Ok(_) => continue,
             Err(RecvTimeoutError::Timeout) => {}
             // The thread of the port has ended, so nobody comes any more.
             Err(RecvTimeoutError::Disconnected) => thread::sleep(CHECK_INTERVAL),
@@ -446,10 +447,10 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
 /// Connects to a rank, and tries again until the deadline, because a rank drops connections when
 /// too many come at once.
 fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
-    let &Participant {
-        rank, world_size, ..
-    } = participant;
-    let hello = Hello { rank, world_size };
+    let hello = Hello {
+        rank: participant.rank,
+        world_size: participant.world_size,
+    };
     loop {
         // A connect with a timeout of zero is refused, so the last attempt gets a little time.
         let remaining = time_left(participant.deadline).max(RETRY_INTERVAL);

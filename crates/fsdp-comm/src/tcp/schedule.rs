@@ -67,7 +67,7 @@ impl Schedule {
         self,
         first_rank: usize,
         rank_count: usize,
-    ) -> impl Iterator<Item = usize> {
+    ) -> impl Iterator<Item = usize> + Clone {
         (first_rank..first_rank + rank_count).map(move |rank| rank % self.ranks)
     }
 }

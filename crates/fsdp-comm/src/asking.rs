@@ -13,12 +13,12 @@ pub(crate) const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// part before.
 pub(crate) const GRACE_PERIOD: Duration = Duration::from_millis(250);
 
-/// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two
+/// The time for which a wait does not sleep. After that it sleeps for [`ASK_INTERVAL`] between two
 /// checks.
 const SPIN_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The time that a long wait sleeps between two checks.
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
+const ASK_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The pause between two checks of a wait. It is short, as a library may make progress only while
 /// it is called, but other ranks may need the processor.
@@ -40,7 +40,7 @@ impl Pause {
         if Instant::now() < self.spin_until {
             thread::yield_now()
         } else {
-            thread::sleep(POLL_INTERVAL)
+            thread::sleep(ASK_INTERVAL)
         }
     }
 }
