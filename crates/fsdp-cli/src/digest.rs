@@ -11,6 +11,7 @@ use fsdp_formats::digest::digest;
 use fsdp_formats::reader::OpenOptions;
 use serde_json::json;
 
+use crate::failure::usage_error;
 use crate::natural;
 use crate::output;
 use crate::text::escaped;
@@ -58,7 +59,10 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
         } else {
             ""
         };
-        bail!("`{path}` has no recorded digests{reason}; leave out `--recorded`");
+        bail!(usage_error(
+            format!("`{path}` has no recorded digests{reason}"),
+            "leave `--recorded` out",
+        ));
     };
     if arguments.json {
         let each: BTreeMap<&str, String> = digests

@@ -132,7 +132,7 @@ impl MapArguments {
     }
 }
 
-/// Reads the text of a map file or a `config.json`.
+/// Reads the text of a map file.
 ///
 /// # Errors
 /// It cannot be read, or is longer than [`MAX_BYTES`].
@@ -207,34 +207,57 @@ impl StoredWeights {
             let name = text_config.get(key).or_else(|| config.get(key))?.as_str()?;
             DType::from_torch_name(name.strip_prefix("torch.").unwrap_or(name))
         });
-        let sizes = config
-            .get("quantization_config")
-            .and_then(|quantization| quantization.get("weight_block_size")?.as_array());
-        let size_at = |index: usize| {
-            let size = sizes?.get(index)?.as_u64()?;
-            usize::try_from(size).ok().filter(|&size| size > 0)
-        };
+        let quantization = ["quantization_config", "compression_config"]
+            .iter()
+            .find_map(|key| text_config.get(key).or_else(|| config.get(key)));
         StoredWeights {
             // Only these can be written.
             dtype: dtype.filter(|dtype| {
                 matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
             }),
-            block: size_at(0)
-                .zip(size_at(1))
-                .map(|(rows, columns)| [rows, columns]),
+            block: quantization.and_then(find_block),
         }
     }
+}
+
+/// Returns the number of rows and of columns that share a scale, by the description of quantized
+/// weights in a `config.json`: of DeepSeek and transformers, or of compressed-tensors. `None` if it
+/// does not say it, or has several.
+fn find_block(quantization: &serde_json::Value) -> Option<[usize; 2]> {
+    let size_of = |size: &serde_json::Value| {
+        let size = usize::try_from(size.as_u64()?).ok()?;
+        (size > 0).then_some(size)
+    };
+    let pair_of = |sizes: &serde_json::Value| {
+        let [rows, columns] = sizes.as_array()?.as_slice() else {
+            return None;
+        };
+        Some([size_of(rows)?, size_of(columns)?])
+    };
+    if let Some(sizes) = quantization.get("weight_block_size") {
+        return pair_of(sizes);
+    }
+    let groups = quantization.get("config_groups")?.as_object()?.values();
+    let mut blocks = groups.filter_map(|group| {
+        let weights = group.get("weights")?;
+        pair_of(&weights["block_structure"]).or_else(|| Some([1, size_of(&weights["group_size"])?]))
+    });
+    let first_block = blocks.next()?;
+    blocks
+        .all(|block| block == first_block)
+        .then_some(first_block)
 }
 
 /// Reads the `config.json` in a directory, or beside a file; `None` if there is none that can be
 /// read.
 fn read_config(source: &Location) -> Option<serde_json::Value> {
-    let mut directory = source.local()?;
-    if directory.is_file() {
-        directory = directory.parent()?;
-    }
-    let text = read_text(&directory.join("config.json")).ok()?;
-    serde_json::from_str(&text).ok()
+    let directory = if source.is_file().ok()? {
+        source.split().ok()?.0
+    } else {
+        source.clone()
+    };
+    let text = directory.join("config.json").read_file(MAX_BYTES).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
 #[cfg(test)]

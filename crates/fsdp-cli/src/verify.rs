@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
@@ -14,7 +14,7 @@ use fsdp_tools::verify::{self, Level, Problem, Report, VerifyOptions};
 use serde_json::{Value, json};
 
 use crate::exit_codes;
-use crate::failure::CommandError;
+use crate::failure::{CommandError, usage_error};
 use crate::output;
 use crate::progress::Progress;
 use crate::sign;
@@ -22,15 +22,14 @@ use crate::text::{bytes_text, escaped};
 use crate::work::Work;
 
 /// The depth of the check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 enum LevelName {
     /// Check the metadata: boxes are inside their tensors, disjoint and complete, and everything is
     /// stored somewhere
     Structure,
     /// Also check that files are long enough, and that items have the sizes in the metadata
     Sizes,
-    /// Also check every byte against its hash; in a DCP directory without hashes, against the
-    /// archives' checksums
+    /// Also check every byte against its hash; in archives without hashes, against their checksums
     Hashes,
     /// Also read the numbers: count NaN and infinities, and compare digests and copies of
     /// replicated tensors
@@ -72,6 +71,13 @@ const SCHEMA: u32 = 1;
 /// The checkpoint is damaged; the report is written all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
+    // Hashes make damage look right from then on, so the bytes are checked before they get any.
+    if arguments.seal && arguments.level < LevelName::Hashes {
+        bail!(usage_error(
+            "`--seal` would vouch for bytes that a lower level does not read",
+            "leave `--level` out",
+        ));
+    }
     // Check the signature first: until then nothing in the files can be trusted.
     let signature_check = match (&arguments.signature, &arguments.public_key) {
         (Some(signature), Some(key)) => {
@@ -114,8 +120,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     };
     let mut report = verify::verify(&*source, level, options)?;
     drop(bar);
-    // Hashes of damaged files would make the damage look right from now on, so only a checkpoint
-    // without problems gets them.
+    // Only a checkpoint without problems gets hashes.
     if arguments.seal && report.is_ok() && !report.has_integrity {
         let bar = Progress::new(stored_bytes(&*source), shows_progress);
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;

@@ -43,7 +43,9 @@ impl Failure for FileError {
             FileError::NotStored { .. }
             | FileError::Digests { .. }
             | FileError::Differing { .. }
-            | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
+            | FileError::LoadPlan(
+                LoadPlanError::Chunks { .. } | LoadPlanError::Incomplete { .. },
+            ) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) | FileError::Unlike { .. } => ErrorKind::Difference,
             _ => self.source().map_or(ErrorKind::Other, kind_of),
         }

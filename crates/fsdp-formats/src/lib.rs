@@ -147,6 +147,6 @@ pub mod internals {
     pub use crate::storage::integrity::{
         FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside,
     };
-    pub use crate::storage::read_at::{Window, read_whole};
+    pub use crate::storage::read_at::{Window, read_file, read_whole};
     pub use crate::storage::sidecar::Sidecar;
 }

@@ -64,7 +64,7 @@ pub fn open_selected(
 /// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links
 /// could lead from folder to folder without end.
 fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
-    if location.storage()?.kind()? == Some(EntryKind::Directory) {
+    if location.is_directory()? {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
             return Err(unsupported_error(
@@ -95,7 +95,7 @@ fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
 /// A directory that cannot be read.
 pub fn has_lost_metadata(checkpoint: &Location) -> Result<bool, FileError> {
     if checkpoint.local().is_none()
-        || checkpoint.storage()?.kind()? != Some(EntryKind::Directory)
+        || !checkpoint.is_directory()?
         || checkpoint.join(METADATA_FILE).is_file()?
     {
         return Ok(false);
@@ -194,7 +194,7 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
             let metadata = location.join(METADATA_FILE);
             let may_lose_metadata = names.iter().all(is_dcp) && is_empty_directory(&metadata);
             let directory_name = names.into_iter().find(|name| {
-                is_directory(location, name) && !(may_lose_metadata && name == METADATA_FILE)
+                may_be_directory(location, name) && !(may_lose_metadata && name == METADATA_FILE)
             });
             directory_name.map_or(Ok(()), |name| Err(holds_others_error(location, name)))
         }
@@ -218,12 +218,8 @@ fn not_replaceable_error(location: &Location, wanted: &'static str) -> FileError
 }
 
 /// Returns `true` if a name in a directory is that of a directory, or if that is not known.
-fn is_directory(location: &Location, name: &str) -> bool {
-    location
-        .join(name)
-        .storage()
-        .and_then(|storage| storage.kind())
-        .map_or(true, |kind| kind == Some(EntryKind::Directory))
+fn may_be_directory(location: &Location, name: &str) -> bool {
+    location.join(name).is_directory().unwrap_or(true)
 }
 
 /// Returns `true` for a directory that is known to hold nothing.
@@ -448,6 +444,7 @@ fn open_content(
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
             location, directory, options,
         )?)),
+        [] => Err(directory.file_error(name, FormatError::malformed("file", "it is empty"))),
         _ => {
             let what =
                 "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,";

@@ -188,6 +188,16 @@ impl PlainValue {
         }
     }
 
+    /// Returns the value of an unsigned integer.
+    #[must_use]
+    pub fn unsigned(integer: u64) -> Self {
+        match i64::try_from(integer) {
+            Ok(integer) => PlainValue::Int(integer),
+            // With a zero byte on top it is not taken for a negative number.
+            Err(_) => PlainValue::BigInt([&integer.to_le_bytes()[..], &[0]].concat()),
+        }
+    }
+
     /// Returns the integer; `None` for any other value, a bool or a [`PlainValue::BigInt`]
     /// included.
     #[must_use]
@@ -278,6 +288,13 @@ mod tests {
         assert!(nan.same_bits(&nan.clone()));
         assert!(!PlainValue::Bool(true).same_bits(&PlainValue::Int(1)));
         assert!(!PlainValue::Float(0.0).same_bits(&PlainValue::Float(-0.0)));
+    }
+
+    #[test]
+    fn an_unsigned_integer_stays_positive() {
+        assert_eq!(PlainValue::unsigned(7), PlainValue::Int(7));
+        let largest = [vec![0xff; 8], vec![0]].concat();
+        assert_eq!(PlainValue::unsigned(u64::MAX), PlainValue::BigInt(largest));
     }
 
     #[test]

@@ -9,7 +9,8 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::{DType, count_text};
 use fsdp_tools::convert::{
-    Compared, ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View, convert,
+    Compared, ConfigEdits, ConvertOptions, Dequantized, OutputFormat, Rename, View,
+    check_conversion, convert,
 };
 use fsdp_tools::map::Mapped;
 use fsdp_tools::merge::{Average, Lora, LoraConfig};
@@ -184,18 +185,26 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
 fn write_checkpoint(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut report = WriteReport::before_write(source, destination);
     let work = &destination.writing.work;
-    if !destination.writing.dry_run {
+    let options = ConvertOptions {
+        overwrite: destination.writing.overwrite,
+        drop_opaque: destination.drop_opaque,
+        with: destination.model_directory,
+        tensor_parallel: destination.tensor_parallel_plan.as_ref(),
+        config: destination.config,
+        threads: Some(work.threads.count()),
+        progress: None,
+        durable: None,
+    };
+    if destination.writing.dry_run {
+        check_conversion(source, destination.target, options)
+            .with_context(|| format!("`{}` could not be written", destination.path))?;
+    } else {
         let converted = stop::write_unless_stopped(destination.path, |durable| {
             let bar = Progress::new(report.conversion.bytes, !work.no_progress && !work.json);
             let options = ConvertOptions {
-                overwrite: destination.writing.overwrite,
-                drop_opaque: destination.drop_opaque,
-                with: destination.model_directory,
-                tensor_parallel: destination.tensor_parallel_plan.as_ref(),
-                config: destination.config,
-                threads: Some(work.threads.count()),
                 progress: Some(&|bytes| bar.add(bytes)),
                 durable: Some(durable),
+                ..options
             };
             let outcome = convert(source, destination.path, destination.target, options);
             outcome.with_context(|| format!("failed to write `{}`", destination.path))

@@ -17,9 +17,11 @@ use crate::text::{bytes_text, escaped};
 
 const SCHEMA: u32 = 1;
 
-/// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as
-/// it was read, and one as it will be written.
+/// The largest piece of a tensor that a thread reads at a time.
 const PIECE_BYTES: u64 = 16 << 20;
+/// The pieces that a thread may hold: one as it was read, one whose elements a map has moved, and
+/// one that is cast.
+const PIECES: u64 = 3;
 /// The memory that reading and writing take besides the pieces.
 const OVERHEAD_BYTES: u64 = 2 << 20;
 
@@ -94,9 +96,8 @@ impl<'a> WriteReport<'a> {
             source,
             destination,
             value_count,
-            // Each thread holds a piece as it was read, and the same piece as it will be written.
             memory_bytes: threads
-                .saturating_mul(2 * largest_bytes.min(PIECE_BYTES) + OVERHEAD_BYTES),
+                .saturating_mul(PIECES * largest_bytes.min(PIECE_BYTES) + OVERHEAD_BYTES),
             conversion,
             dropped_keys: Vec::new(),
             tensor_parallel: plan.map(|plan| TensorParallelReport::new(plan, metadata, is_dry_run)),

@@ -443,6 +443,10 @@ fn a_flipped_bit_in_a_sealed_checkpoint_is_found_where_it_is() {
                 .stderr(contains(format!("`{file}` at byte")));
             // Damage is not sealed over.
             fsdp(&["verify", &sealed, "--seal"]).assert().code(10);
+            fsdp(&["verify", &sealed, "--seal", "--level", "sizes"])
+                .assert()
+                .code(2)
+                .stderr(contains("leave `--level` out"));
             flip(&path, byte);
         }
     }

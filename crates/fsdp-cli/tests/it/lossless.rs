@@ -233,11 +233,13 @@ fn checkpoints_of_other_frameworks_pass_through_every_command() {
         }
         let copy = place(&directory, &format!("{number}"));
         if format == "gguf" {
-            fsdp(&["reshard", &source, &copy, "--world-size", "3"])
-                .assert()
-                .code(20)
-                .stderr(contains("Q4_K").and(contains("--drop-opaque")));
             let reshard = ["reshard", &source, &copy, "--world-size", "3"];
+            for dry in [&[][..], &["--dry-run"]] {
+                fsdp(&[&reshard[..], dry].concat())
+                    .assert()
+                    .code(20)
+                    .stderr(contains("Q4_K").and(contains("--drop-opaque")));
+            }
             fsdp(&[&reshard[..], &["--drop-opaque"]].concat())
                 .assert()
                 .success()

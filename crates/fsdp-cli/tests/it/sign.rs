@@ -8,6 +8,7 @@
 use std::fs;
 use std::path::Path;
 
+use fsdp_formats::internals::values_hash;
 use predicates::prelude::PredicateBooleanExt as _;
 use predicates::str::contains;
 use serde_json::Value;
@@ -164,11 +165,21 @@ fn a_single_file_is_signed_beside() {
         .assert()
         .success();
     let (key, public) = (fixture("key.pem"), fixture("key.pub.pem"));
-    // It has values beside it, which would not be signed.
-    fsdp(&["sign", &path, "--key", &key])
-        .assert()
-        .code(2)
-        .stderr(contains("is a part of the checkpoint"));
+    // It has values beside it, which would not be signed, whatever name a killed process left them.
+    let values = directory.path().join("model.values.json");
+    let hash = values_hash(&std::fs::read(&values).unwrap());
+    let pending = directory
+        .path()
+        .join(format!("model.values.json.new-{hash}"));
+    for renamed in [false, true] {
+        if renamed {
+            std::fs::rename(&values, &pending).unwrap();
+        }
+        fsdp(&["sign", &path, "--key", &key])
+            .assert()
+            .code(2)
+            .stderr(contains("is a part of the checkpoint"));
+    }
     let path = directory
         .path()
         .join("weights.safetensors")

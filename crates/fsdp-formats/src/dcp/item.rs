@@ -5,14 +5,15 @@
 //! directory. Items of values are in [`value`](crate::torch::value).
 
 use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{DType, TensorBox, count_text};
+use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
-use crate::limits::{MAX_OBJECT_BYTES, check_limit};
+use crate::limits::check_limit;
 use crate::payload::slot::Slot;
 use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::StoredElements;
+use crate::torch::storages::check_storage_length;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::zip::{ArchiveLayout, Directory, ROOT, Record};
 
@@ -173,8 +174,7 @@ impl StoredTensor {
             return Ok(same.tensor.clone());
         }
         let directory = Directory::read(item)?;
-        directory.check_byte_order(item)?;
-        let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+        let pickle = directory.read_pickle(item)?;
         let parsed = parse(&pickle)?;
         let Some(tensor) = TensorRef::from_node(&parsed, parsed.root())? else {
             // A class or object of unknown type is opaque; any other value is not what the metadata
@@ -187,15 +187,7 @@ impl StoredTensor {
         };
         let name = format!("data/{}", tensor.storage);
         let record = directory.get(&name)?;
-        if record.length < tensor.storage_bytes {
-            return Err(FormatError::unexpected(
-                format!(
-                    "a storage of {}",
-                    count_text(tensor.storage_bytes, "byte", "bytes")
-                ),
-                format!("one of {}", record.length),
-            ));
-        }
+        check_storage_length(tensor.storage_bytes, record.length)?;
         let storage_offset = directory.data_offset(item, &name, record)?;
         Ok(StoredTensor {
             tensor,

@@ -1,6 +1,7 @@
 //! The names of DeepSpeed's files.
 
 use crate::error::FormatError;
+use crate::limits::MAX_RANKS;
 
 /// The end of the name of a file of model states.
 pub(super) const MODEL_END: &str = "_model_states.pt";
@@ -50,6 +51,7 @@ pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
         Some((data_rank, model_rank)) => data_rank
             .parse()
             .ok()
+            .filter(|rank| *rank < MAX_RANKS)
             .map(Some)
             .zip(model_rank.parse::<usize>().ok()),
         None => stem

@@ -9,18 +9,15 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use fsdp_layout::{DType, KeyPath, PathPart};
 
-use super::names::{MODEL_END, data_rank, is_model};
-use super::state::{
-    Shapes, add_rest, model_path, param_shapes, read_states, shared_parameters, state_path,
-};
+use super::names::{MODEL_END, is_model};
+use super::state::{Shapes, add_rest, model_path, param_shapes, shared_parameters, state_path};
 use super::untrained::ModelFiles;
-use super::zero::{LAYOUT_KEYS, ZERO_3_GROUPS, check_ranks};
+use super::zero::{LAYOUT_KEYS, ZERO_3_GROUPS, check_ranks, read_ranks};
 use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
 use crate::limits::MAX_LISTED_FILES;
-use crate::storage::backend::EntryKind;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
@@ -51,8 +48,7 @@ const SHAPED_STATES: [&str; 4] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mo
 pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, FileError> {
     let is_listed = names.iter().any(|name| name == PARAMETERS_DIRECTORY)
         && names.iter().any(|name| is_model(name));
-    Ok(is_listed
-        && location.join(PARAMETERS_DIRECTORY).storage()?.kind()? == Some(EntryKind::Directory))
+    Ok(is_listed && location.join(PARAMETERS_DIRECTORY).is_directory()?)
 }
 
 /// Returns `true` if this directory, with entries of these names, has the parameters of a Universal
@@ -64,7 +60,7 @@ pub(crate) fn lacks_model_states(location: &Location, names: &[String]) -> Resul
         return Ok(false);
     }
     let parameters_directory = location.join(PARAMETERS_DIRECTORY);
-    if parameters_directory.storage()?.kind()? != Some(EntryKind::Directory) {
+    if !parameters_directory.is_directory()? {
         return Ok(false);
     }
     for name in parameters_directory.names()?.iter().take(MAX_LOOKED_AT) {
@@ -83,7 +79,7 @@ pub fn parameter_files(location: &Location) -> Result<Vec<String>, FileError> {
     let mut files = Vec::new();
     for name in parameters_directory.names()? {
         let parameter_directory = parameters_directory.join(&name);
-        if parameter_directory.storage()?.kind()? == Some(EntryKind::Directory) {
+        if parameter_directory.is_directory()? {
             for file in parameter_directory.names()? {
                 files.push(format!("{PARAMETERS_DIRECTORY}/{name}/{file}"));
             }
@@ -122,7 +118,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let parameters_directory = location.join(PARAMETERS_DIRECTORY);
     for name in parameters_directory.names()? {
         let parameter_directory = parameters_directory.join(&name);
-        if parameter_directory.storage()?.kind()? != Some(EntryKind::Directory) {
+        if !parameter_directory.is_directory()? {
             if name == OPTIMIZER_FILE {
                 add_optimizer(&mut assembler)?;
                 has_optimizer_file = true;
@@ -156,13 +152,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 
 /// Reads the files of model states; of ZeRO 3 there is one for each rank.
 fn read_models(directory: &CheckedDirectory) -> Result<ModelFiles, FileError> {
-    let mut files = BTreeMap::new();
-    for name in directory.names()? {
-        if is_model(&name) {
-            let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
-            files.insert(rank, read_states(directory, &name)?);
-        }
-    }
+    let files = read_ranks(directory, is_model)?;
     let last_rank = files.keys().flatten().max();
     let are_cut = last_rank.is_some();
     if let Some(&rank) = last_rank {

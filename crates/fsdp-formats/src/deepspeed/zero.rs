@@ -95,6 +95,10 @@ struct StateEntry<'r> {
 /// The optimizer's state in a rank's file, by the number of the flat tensor.
 type States<'r> = HashMap<&'r str, Vec<StateEntry<'r>>>;
 
+/// The files of one kind, by the data-parallel rank in their names: `None` is the rank of a file of
+/// all ranks.
+type RankFiles = BTreeMap<Option<usize>, FlatFile>;
+
 /// The files of all ranks.
 struct Shards {
     models: ModelFiles,
@@ -144,27 +148,8 @@ impl Shards {
     /// Reads the pickles of all ranks' files, and checks that no file is missing and none is of
     /// another save.
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
-        let mut model_files = BTreeMap::new();
-        let mut optimizer_files = BTreeMap::new();
-        for name in directory.names()? {
-            let files = if is_model(&name) {
-                &mut model_files
-            } else if is_optimizer(&name) {
-                &mut optimizer_files
-            } else {
-                continue;
-            };
-            let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
-            let flat = read_states(directory, &name)?;
-            if let Some(earlier) = files.insert(rank, flat) {
-                let reason = format!(
-                    "it is of the same rank as `{}`: these are files of two saves",
-                    earlier.name
-                );
-                let source = FormatError::malformed("checkpoint", reason);
-                return Err(directory.file_error(&name, source));
-            }
-        }
+        let model_files = read_ranks(directory, is_model)?;
+        let optimizer_files = read_ranks(directory, is_optimizer)?;
         if model_files.is_empty() {
             directory.check_missing(["mp_rank_00_model_states.pt".to_owned()])?;
         }
@@ -176,15 +161,8 @@ impl Shards {
             });
         };
         // The number of ranks is written in each of their files.
-        let file_count = optimizer_files.len();
-        let world_size = partition_count(first_rank).unwrap_or(file_count);
+        let world_size = partition_count(first_rank).unwrap_or(optimizer_files.len());
         check_ranks(directory, &optimizer_files, world_size, OPTIM_END)?;
-        if file_count != world_size {
-            return Err(first_rank.malformed(format!(
-                "it is of {}, and there are files of {file_count}",
-                count_text(world_size, "rank", "ranks")
-            )));
-        }
         // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for
         // each rank.
         let mut groups_key = "single_partition_of_fp32_groups";
@@ -194,6 +172,10 @@ impl Shards {
         {
             groups_key = ZERO_3_GROUPS;
             check_ranks(directory, &model_files, world_size, MODEL_END)?;
+        } else if let Some(second) = model_files.values().nth(1) {
+            return Err(second.malformed(
+                "all ranks have one file of model states: these are files of two saves",
+            ));
         }
         Ok(Shards {
             models: ModelFiles {
@@ -646,10 +628,38 @@ fn check_is_sharded<'f>(models: impl Iterator<Item = &'f FlatFile>) -> Result<()
     Ok(())
 }
 
-/// Checks that there is a file of each rank; `name_end` is the end of their names.
+/// Reads the files with the states of one kind, by the data-parallel rank in their names.
+///
+/// # Errors
+/// Two files of the same rank; names of files that are not of ranks of this kind of parallelism.
+pub(super) fn read_ranks(
+    directory: &CheckedDirectory,
+    is_wanted: fn(&str) -> bool,
+) -> Result<RankFiles, FileError> {
+    let mut files = RankFiles::new();
+    for name in directory
+        .names()?
+        .into_iter()
+        .filter(|name| is_wanted(name))
+    {
+        let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
+        let flat = read_states(directory, &name)?;
+        if let Some(earlier) = files.insert(rank, flat) {
+            let reason = format!(
+                "it is of the same rank as `{}`: these are files of two saves",
+                earlier.name
+            );
+            let source = FormatError::malformed("checkpoint", reason);
+            return Err(directory.file_error(&name, source));
+        }
+    }
+    Ok(files)
+}
+
+/// Checks that there is a file of each rank, and no other; `name_end` is the end of their names.
 pub(super) fn check_ranks(
     directory: &CheckedDirectory,
-    files: &BTreeMap<Option<usize>, FlatFile>,
+    files: &RankFiles,
     world_size: usize,
     name_end: &str,
 ) -> Result<(), FileError> {
@@ -659,7 +669,15 @@ pub(super) fn check_ranks(
     let missing = (0..world_size)
         .filter(|rank| !files.contains_key(&Some(*rank)))
         .map(|rank| format!("{start}zero_pp_rank_{rank}_mp_rank_00{name_end}"));
-    directory.check_missing(missing)
+    directory.check_missing(missing)?;
+    match first_file {
+        Some(first_file) if files.len() != world_size => Err(first_file.malformed(format!(
+            "it is of {}, and there are files of {}",
+            count_text(world_size, "rank", "ranks"),
+            files.len()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the plain value of this key in a file; `None` if it has none, or a tensor there.

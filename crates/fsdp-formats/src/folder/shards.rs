@@ -2,7 +2,7 @@
 
 use crate::deepspeed;
 use crate::error::{FileError, FormatError};
-use crate::storage::backend::{EntryKind, Links};
+use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
@@ -23,7 +23,7 @@ pub(super) fn find_directory(
     location: &Location,
     names: &[String],
 ) -> Result<Option<String>, FileError> {
-    if names.iter().any(|name| name == LATEST) && !is_directory(location, LATEST)? {
+    if names.iter().any(|name| name == LATEST) && !location.join(LATEST).is_directory()? {
         let directory = CheckedDirectory::open(location, false, Links::Follow)?;
         let text = directory.read_checked(LATEST, MAX_LATEST_BYTES)?;
         let name = String::from_utf8_lossy(&text).trim().to_owned();
@@ -32,7 +32,7 @@ pub(super) fn find_directory(
             let source = FormatError::malformed("name of a checkpoint", reason);
             return Err(directory.file_error(LATEST, source));
         }
-        if !is_directory(location, &name)? {
+        if !location.join(&name).is_directory()? {
             return Err(FileError::MissingFiles {
                 path: location.name().to_owned(),
                 files: vec![name],
@@ -46,7 +46,7 @@ pub(super) fn find_directory(
             !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit())
         });
         if is_step
-            && is_directory(location, name)?
+            && location.join(name).is_directory()?
             && deepspeed::is_there(&location.join(name).names()?)
         {
             step_names.push(name.clone());
@@ -59,9 +59,4 @@ pub(super) fn find_directory(
         return Err(source.in_file(location.name()));
     }
     Ok(step_names.pop())
-}
-
-/// Returns `true` if there is a directory of this name in a folder.
-fn is_directory(folder: &Location, name: &str) -> Result<bool, FileError> {
-    Ok(folder.join(name).storage()?.kind()? == Some(EntryKind::Directory))
 }

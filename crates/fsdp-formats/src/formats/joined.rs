@@ -162,7 +162,7 @@ impl Joined {
             Some(structure) if part.replaced_parts == 0 => structure
                 .clone()
                 .with_prefix(&part.prefix)
-                .nested_in(&part.prefix),
+                .nested_in(part.prefix.iter().map(|key| key.to_string().into())),
             _ => Structure::from_paths(&added)?,
         });
         self.view.metadata.entries.extend(added.entries);

@@ -130,11 +130,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 
     fn visit_u64<E: Error>(self, number: u64) -> Result<PlainValue, E> {
-        Ok(match i64::try_from(number) {
-            Ok(number) => PlainValue::Int(number),
-            // A big integer is in two's complement, so its sign is a byte of its own.
-            Err(_) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
-        })
+        Ok(PlainValue::unsigned(number))
     }
 
     fn visit_f64<E: Error>(self, number: f64) -> Result<PlainValue, E> {

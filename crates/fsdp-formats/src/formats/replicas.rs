@@ -10,7 +10,7 @@ use super::lookup::{find_value, tensor_of};
 use super::opaque::hash_of_item;
 use super::stream::{check_expansion, stream_boxes};
 use crate::error::FileError;
-use crate::metadata::{Metadata, Replica, StorageInfo};
+use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// An error in the comparison of two copies.
@@ -21,6 +21,14 @@ pub enum ReplicaError {
     Differs {
         /// The kind of what was compared.
         what: &'static str,
+    },
+    /// One copy is a tensor and the other a value.
+    #[error("this copy is a {copy}, and the first one is a {first}")]
+    Kind {
+        /// The kind of the copy.
+        copy: &'static str,
+        /// The kind of the first one.
+        first: &'static str,
     },
     /// The copy cannot be read.
     #[error("this copy cannot be read")]
@@ -36,7 +44,13 @@ pub fn compare(
     replica: &Replica,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), ReplicaError> {
+    let [copy, first] = [
+        replica.bounds.is_some(),
+        checkpoint.metadata().tensor(&replica.fqn).is_some(),
+    ]
+    .map(|is_tensor| if is_tensor { "tensor" } else { "value" });
     match &replica.bounds {
+        _ if copy != first => Err(ReplicaError::Kind { copy, first }),
         Some(bounds) => compare_tensor(checkpoint, replica, bounds, progress),
         None => compare_value(checkpoint, replica),
     }
@@ -54,6 +68,9 @@ pub(crate) fn check_replicas(
             Ok(()) => continue,
             Err(ReplicaError::Read(error)) => return Err(error),
             Err(ReplicaError::Differs { .. }) => "is not the same in both".to_owned(),
+            Err(ReplicaError::Kind { .. }) => {
+                "is a tensor in one and a value in the other".to_owned()
+            }
             Err(error @ ReplicaError::Chunk(_)) => format!("cannot be read ({error})"),
         };
         return Err(FileError::Differing {
@@ -70,14 +87,18 @@ pub(crate) fn check_replicas(
     Ok(())
 }
 
-/// Returns the place of the copy of a box that a load takes; `None` if it takes no such box.
+/// Returns the place of the copy of a box or a value that a load takes; `None` if it takes no such
+/// box.
 fn first_copy<'m>(metadata: &'m Metadata, replica: &Replica) -> Option<&'m StorageInfo> {
-    let bounds = replica.bounds.as_ref()?;
-    let mut chunks = metadata.tensor(&replica.fqn)?.chunks.iter();
-    chunks
-        .find(|chunk| chunk.bounds == *bounds)?
-        .stored
-        .as_ref()
+    match (metadata.entries.get(&replica.fqn)?, &replica.bounds) {
+        (Entry::Bytes(value), _) => value.stored.as_ref(),
+        (Entry::Tensor(tensor), None) => tensor.chunks.first()?.stored.as_ref(),
+        (Entry::Tensor(tensor), Some(bounds)) => {
+            let mut chunks = tensor.chunks.iter();
+            let chunk = chunks.find(|chunk| chunk.bounds == *bounds)?;
+            chunk.stored.as_ref()
+        }
+    }
 }
 
 /// Compares a replica of a value with the first copy.

@@ -101,9 +101,9 @@ impl Structure {
     }
 
     /// Returns this structure in nested dicts with these keys, the first of them outermost.
-    pub(crate) fn nested_in(self, keys: &[PathPart]) -> Self {
-        keys.iter().rev().fold(self, |structure, key| {
-            Structure::Dict(vec![(key.to_string().into(), structure)])
+    pub(crate) fn nested_in(self, keys: impl DoubleEndedIterator<Item = PlainValue>) -> Self {
+        keys.rev().fold(self, |structure, key| {
+            Structure::Dict(vec![(key, structure)])
         })
     }
 

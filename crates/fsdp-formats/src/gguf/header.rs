@@ -210,14 +210,7 @@ impl<'f> HeaderReader<'f> {
             7 => PlainValue::Bool(self.read_array::<1>()? != [0]),
             TEXT_TYPE => PlainValue::Str(self.read_text(MAX_OBJECT_BYTES)?),
             ARRAY_TYPE => self.read_items(depth)?,
-            10 => {
-                let value = self.read_u64()?;
-                // With a zero byte on top a large one is not taken for a negative number.
-                match i64::try_from(value) {
-                    Ok(value) => PlainValue::Int(value),
-                    Err(_) => PlainValue::BigInt([&value.to_le_bytes()[..], &[0]].concat()),
-                }
-            }
+            10 => PlainValue::unsigned(self.read_u64()?),
             11 => PlainValue::Int(i64::from_le_bytes(self.read_array()?)),
             12 => PlainValue::Float(f64::from_le_bytes(self.read_array()?)),
             unknown => return Err(unknown_type_error(unknown)),

@@ -93,8 +93,7 @@ fn check_not_split(header: &GgufHeader) -> Result<(), FormatError> {
 /// after the one before it. llama.cpp reads no other files.
 ///
 /// # Errors
-/// A split model; a tensor that lies elsewhere, or reaches beyond the end of the file; more data
-/// than that of the tensors.
+/// A split model; a tensor that lies elsewhere, or reaches beyond the end of the file.
 fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
     let header = GgufHeader::read(file)?;
     check_not_split(&header)?;

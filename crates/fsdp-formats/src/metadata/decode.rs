@@ -29,7 +29,8 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         "torch.distributed.checkpoint's Metadata",
     )?;
     // The places come first, so that each chunk can take its own.
-    let mut storage_data = read_storage_data(pickle, budget, fields.find_some("storage_data"))?;
+    let places = fields.find_some("storage_data");
+    let mut storage_data = read_storage_data(pickle, budget, places)?;
 
     let mut entries = IndexMap::new();
     for &(key, value) in pickle.dict(fields.get("state_dict_metadata")?)? {
@@ -46,6 +47,13 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
             return Err(pickle.invalid_error(key, "the same key stands twice in the metadata"));
         }
     }
+    // What is stored under such a key would be lost without a word.
+    let stored_keys = storage_data.keys().map(|(fqn, _)| *fqn);
+    let unlisted_keys = stored_keys.filter(|fqn| !entries.contains_key(*fqn));
+    if let Some(fqn) = unlisted_keys.min() {
+        let what = format!("it has a place for `{fqn}`, which is not among its tensors and values");
+        return Err(pickle.invalid_error(places.unwrap_or(pickle.root()), what));
+    }
     Ok(Metadata {
         entries,
         planner_data: fields
@@ -54,7 +62,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
             .transpose()?,
         storage_meta: fields
             .find_some("storage_meta")
-            .map(|id| read_storage_meta(pickle, id))
+            .map(|id| read_storage_meta(pickle, budget, id))
             .transpose()?,
         version: read_text(pickle, &fields, "version")?,
         replicas: Vec::new(),
@@ -251,18 +259,18 @@ fn read_planner_data(
 }
 
 /// Reads torch's `StorageMeta`. Its `checkpoint_id` may be a text or a `pathlib.Path`.
-fn read_storage_meta(pickle: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
+fn read_storage_meta(
+    pickle: &Pickle<'_>,
+    budget: &mut Walk<'_, '_>,
+    id: NodeId,
+) -> Result<StorageMeta> {
     let fields = pickle.state(id, Global::StorageMeta, "a StorageMeta")?;
     let path = fields
         .find_some("checkpoint_id")
         .and_then(|id| pickle.object(id).ok())
         .filter(|object| matches!(object.global, Global::Path(_)));
     let checkpoint_id = match path {
-        Some(path) => {
-            let parts = pickle.args(path).iter().map(|&part| pickle.str(part));
-            let parts = parts.collect::<Result<Vec<_>>>()?;
-            Some(parts.join("/").replacen("//", "/", 1))
-        }
+        Some(path) => Some(budget.path_text(path)?),
         None => read_text(pickle, &fields, "checkpoint_id")?,
     };
     Ok(StorageMeta {

@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 pub use decode::decode;
 pub use encode::{encode, encode_in_pieces};
 
+use crate::error::FormatError;
+
 /// The name of the metadata file in a checkpoint's directory: its presence is what makes the
 /// directory a checkpoint.
 pub const METADATA_FILE: &str = ".metadata";
@@ -223,14 +225,16 @@ impl Metadata {
     /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they
     /// overlap, the first one counts: a chunk or value that several hold is taken once, and its
     /// other copies are noted as [`Metadata::replicas`].
-    #[must_use]
-    pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
+    ///
+    /// # Errors
+    /// A tensor that has another dtype or shape in another part.
+    pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Result<Metadata, FormatError> {
         let mut merged = Metadata::default();
         // The boxes of each tensor that are there already.
         let mut known_boxes: HashMap<String, HashSet<TensorBox>> = HashMap::new();
         for part in parts {
             for (fqn, entry) in part.entries {
-                merged.merge_entry(fqn, entry, &mut known_boxes);
+                merged.merge_entry(fqn, entry, &mut known_boxes)?;
             }
             if let Some(paths) = part.planner_data {
                 let merged_paths = merged.planner_data.get_or_insert_default();
@@ -241,7 +245,7 @@ impl Metadata {
             merged.storage_meta = merged.storage_meta.or(part.storage_meta);
             merged.version = merged.version.or(part.version);
         }
-        merged
+        Ok(merged)
     }
 
     /// Adds one entry of another metadata: whole if the key is new, and otherwise the chunks whose
@@ -251,10 +255,10 @@ impl Metadata {
         fqn: String,
         entry: Entry,
         known_boxes: &mut HashMap<String, HashSet<TensorBox>>,
-    ) {
+    ) -> Result<(), FormatError> {
         let Some(merged) = self.entries.get_mut(&fqn) else {
             self.entries.insert(fqn, entry);
-            return;
+            return Ok(());
         };
         let other_tensor = match entry {
             Entry::Tensor(other_tensor) => other_tensor,
@@ -266,9 +270,12 @@ impl Metadata {
                     bounds: None,
                     stored,
                 }));
-                return;
+                return Ok(());
             }
         };
+        if let Entry::Tensor(merged) = &*merged {
+            check_same_tensor(&fqn, merged, &other_tensor)?;
+        }
         let mut added_boxes = Vec::new();
         let known_boxes = known_boxes.entry(fqn.clone()).or_default();
         if let Entry::Tensor(merged) = &*merged
@@ -292,5 +299,23 @@ impl Metadata {
         // The boxes of this part become known only now. If the part itself holds a box twice, both
         // stay, and a later check finds that error.
         known_boxes.extend(added_boxes);
+        Ok(())
     }
+}
+
+/// Checks that a tensor has the same dtype and shape in two parts of a metadata.
+fn check_same_tensor(
+    fqn: &str,
+    first: &TensorEntry,
+    second: &TensorEntry,
+) -> Result<(), FormatError> {
+    let [first, second] = [first, second].map(|tensor| (tensor.properties.dtype, &tensor.shape));
+    if first == second {
+        return Ok(());
+    }
+    let reason = format!(
+        "`{fqn}` is a `{}` tensor of shape {:?} on one rank, and a `{}` tensor of shape {:?} on another",
+        first.0, first.1, second.0, second.1
+    );
+    Err(FormatError::malformed("checkpoint", reason))
 }

@@ -1,5 +1,7 @@
 //! The errors of pickles, with their positions.
 
+use std::borrow::Cow;
+
 use thiserror::Error;
 
 use crate::budget::OverBudget;
@@ -89,7 +91,7 @@ pub enum PickleErrorKind {
     #[error("{what}")]
     Value {
         /// The defect.
-        what: &'static str,
+        what: Cow<'static, str>,
     },
     /// An object lacks an attribute that it must have.
     #[error("the object has no `{field}`")]

@@ -23,7 +23,7 @@ pub(crate) use global::{BUILTINS, Global, QSCHEMES, STORAGES, name_at};
 pub(crate) use node::{Fields, Node, NodeId, ObjectNode, OpaqueNode, Pickle, check_attributes};
 pub use read::parse;
 pub(crate) use read::parse_within;
-pub(crate) use walk::Walk;
+pub(crate) use walk::{COPIES, Walk};
 
 #[cfg(test)]
 mod tests;

@@ -223,8 +223,12 @@ impl<'a> Pickle<'a> {
     }
 
     /// Makes the error of a node of the right kind that is not valid.
-    pub(crate) fn invalid_error(&self, id: NodeId, what: &'static str) -> PickleError {
-        self.error(id, PickleErrorKind::Value { what })
+    pub(crate) fn invalid_error(
+        &self,
+        id: NodeId,
+        what: impl Into<Cow<'static, str>>,
+    ) -> PickleError {
+        self.error(id, PickleErrorKind::Value { what: what.into() })
     }
 
     /// Makes the error of an object of torch's that only running code could build.

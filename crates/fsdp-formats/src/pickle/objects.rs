@@ -153,7 +153,7 @@ impl<'a> Machine<'a> {
     /// Returns the bytes of `_codecs.encode(text, 'latin1')`, and of `bytearray(text, 'latin-1')`.
     fn encode_latin1(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result<Vec<u8>> {
         let refused = PickleErrorKind::Value {
-            what: "bytes must be spelled as latin1 text",
+            what: "bytes must be spelled as latin1 text".into(),
         };
         let (Some(text), Some(encoding)) = (text, encoding) else {
             return Err(refused);

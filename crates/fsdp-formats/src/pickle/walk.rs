@@ -4,11 +4,14 @@
 use fsdp_layout::PlainValue;
 
 use super::error::PickleError;
-use super::node::{NodeId, Pickle};
+use super::node::{NodeId, ObjectNode, Pickle};
 use crate::budget::{Budget, check_depth};
 
 /// The bytes that a node is charged when it is visited: those of the value that may be made of it.
 const VISIT_COST_BYTES: u64 = size_of::<PlainValue>() as u64;
+
+/// The name, in errors of the budget, of the texts, bytes and names that are copied from a pickle.
+pub(crate) const COPIES: &str = "copies of text and bytes";
 
 /// Counts what is made of a pickle's nodes, and how deep.
 #[derive(Debug, Clone)]
@@ -59,6 +62,24 @@ impl<'p, 'a> Walk<'p, 'a> {
         self.budget
             .charge(what, bytes)
             .map_err(|over| self.pickle.error(id, over.into()))
+    }
+
+    /// Returns the text of a node, and charges this reference and a copy of it.
+    pub(crate) fn copy_text(&mut self, id: NodeId) -> Result<&'a str, PickleError> {
+        let text = self.pickle.str(id)?;
+        self.charge(id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
+        Ok(text)
+    }
+
+    /// Returns the text of a path of `pathlib`. Many of its parts may be one text, so each is
+    /// charged.
+    pub(crate) fn path_text(&mut self, path: &ObjectNode) -> Result<String, PickleError> {
+        let mut parts = Vec::new();
+        for &part in self.pickle.args(path) {
+            parts.push(self.copy_text(part)?);
+        }
+        // The first part of an absolute path is `/` itself.
+        Ok(parts.join("/").replacen("//", "/", 1))
     }
 
     /// Steps out of the node entered last.

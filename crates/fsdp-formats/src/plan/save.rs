@@ -35,7 +35,9 @@ pub struct SelectedItem {
 /// The rule for which of several ranks that hold the same chunk writes it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Deduplicate {
-    /// The one with the fewest bytes so far.
+    /// The one with the fewest bytes so far. Small tensors that ranks hold whole, such as the running
+    /// statistics in a model's buffers, come from the lowest rank all the same: each rank may have
+    /// its own, and those of two ranks do not go together.
     #[default]
     Balanced,
     /// The lowest (torch's `dedup_save_to_lowest_rank`).
@@ -65,7 +67,8 @@ pub struct Offer {
 /// Makes a global plan from the local plans of all ranks, which are given by rank.
 ///
 /// Every chunk is written once. Chunks that several ranks hold (equal boxes of one key) are
-/// assigned, the largest first, to the rank that has the fewest bytes to write. If every rank holds
+/// assigned, the largest first, to the rank that has the fewest bytes to write, except for small
+/// whole tensors ([`Deduplicate::Balanced`]). These aside, if every rank holds
 /// every such chunk, no rank writes more bytes of tensors than 1.1 times the mean, or than the mean
 /// plus the largest chunk. Equal local plans give equal results, and the lengths of values do not
 /// influence them.
@@ -171,19 +174,28 @@ fn plan_checked(
                 Entry::Bytes(BytesEntry::default())
             }
             WriteContent::Tensor {
-                properties, shape, ..
+                properties,
+                shape,
+                is_whole,
+                ..
             } => {
                 let boxes = distinct_boxes(group.candidates);
                 let mut chunks = Vec::with_capacity(boxes.len());
                 for (bounds, box_holders) in boxes {
                     let bytes = payload_bytes(&bounds, properties.dtype);
-                    assignment.add(SharedChunk {
+                    let shared = SharedChunk {
                         weight: bytes,
                         bytes,
                         entry,
                         chunk: chunks.len() as u32,
                         holders: box_holders,
-                    });
+                    };
+                    // Numbers, such as those of steps, are the same on all ranks.
+                    if *is_whole && !shape.is_empty() && bytes <= SMALL_BYTES {
+                        assignment.assign(&shared, Deduplicate::LowestRank);
+                    } else {
+                        assignment.add(shared);
+                    }
                     chunks.push(Chunk {
                         bounds,
                         stored: None,
@@ -289,6 +301,9 @@ struct KeyGroup<'p> {
 /// count gets another digit. The plan must not change then, so that equal state always gives equal
 /// files.
 pub(super) const VALUE_WEIGHT_BYTES: u64 = 64;
+
+/// The size up to which a tensor that ranks hold whole comes from the lowest of them.
+const SMALL_BYTES: u64 = 64 << 10;
 
 /// A chunk or a value, and all that hold it.
 struct SharedChunk {

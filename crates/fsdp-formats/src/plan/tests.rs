@@ -653,8 +653,10 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
                 bounds,
                 stored: None,
             }));
+            let stays_together = matches!(&first.content, WriteContent::Tensor { is_whole: true, shape, .. }
+                if !shape.is_empty() && bytes <= 64 << 10);
             match candidates.as_slice() {
-                [(rank, item, index)] => {
+                [(rank, item, index), ..] if stays_together || candidates.len() == 1 => {
                     loads[*rank as usize] += bytes;
                     kept[*rank as usize].push((*item, *index));
                 }

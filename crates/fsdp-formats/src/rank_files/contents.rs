@@ -62,7 +62,7 @@ fn read_safetensors(
                 .map(PathPart::Key)
                 .collect(),
         );
-        structures.push(nested(&keys, key));
+        structures.push(Structure::Leaf(key.clone()).nested_in(keys.into_iter()));
         let tensor =
             TensorRef::row_major(key.clone(), info.end - info.start, info.dtype, &info.shape);
         let range = header.data_offset + info.start..header.data_offset + info.end;
@@ -73,14 +73,6 @@ fn read_safetensors(
     Ok(FlatFile::of_other_format(
         directory, name, content, storages,
     ))
-}
-
-/// Returns a leaf in dicts with these keys, the first of them outermost.
-fn nested(keys: &[PlainValue], fqn: &str) -> Structure {
-    let leaf = Structure::Leaf(fqn.to_owned());
-    keys.iter().rev().fold(leaf, |structure, key| {
-        Structure::Dict(vec![(key.clone(), structure)])
-    })
 }
 
 /// Reads a file of JSON: objects are flattened, and arrays that hold objects. Where that is not

@@ -15,10 +15,11 @@ use std::collections::{BTreeMap, HashMap};
 
 use fsdp_layout::{DType, Placement, PlainValue, TensorBox};
 
-use super::names::FileKind;
+use super::names::{FileKind, RankFile};
 use super::placements::{
     LocalBox, PlacedTensor, Placements, RankGroup, Sharding, check_group, misplaced,
 };
+use crate::budget::check_depth;
 use crate::error::FormatError;
 use crate::limits::MAX_RANKS;
 use crate::pickle::parse;
@@ -131,6 +132,25 @@ impl Described {
             }
         }
         Ok(())
+    }
+
+    /// Finds the file at this path, and the places of its tensors; `None` if it is no rank's file
+    /// of any item.
+    pub(super) fn find_file(&self, path: &str) -> Option<(RankFile, &Placements)> {
+        let mut listed = self.items.iter().flat_map(|(name, item)| {
+            let mut files = item.files.iter();
+            let found = files.find(|(_, (listed_path, _))| listed_path == path);
+            found.map(|(rank, _)| (name.as_str(), *rank))
+        });
+        let (name, rank) = listed.next().or_else(|| {
+            let (name, rank) = path.strip_suffix(".pt")?.rsplit_once('_')?;
+            Some((name, rank.parse().ok()?))
+        })?;
+        let item = self.items.get(name)?;
+        // A number may be written in other ways than in names.
+        let (file_path, kind) = item.file_of(name, rank);
+        (rank < self.world_size && file_path == path)
+            .then(|| (RankFile::listed(path, name, rank, kind), &item.placements))
     }
 }
 
@@ -301,6 +321,7 @@ fn parse_keys(path: &PlainValue) -> Result<Vec<PlainValue>, FormatError> {
         .ok_or_else(|| malformed("a path in it is no text"))?;
     let keys: Vec<serde_json::Value> = serde_json::from_str(text)
         .map_err(|error| malformed(format!("the path `{text}`: {error}")))?;
+    check_depth(keys.len())?;
     keys.into_iter()
         .map(|key| match key {
             serde_json::Value::String(key) => Ok(key.into()),

@@ -142,26 +142,20 @@ fn holds_placed_tensors(
     path: &str,
     described: &Described,
 ) -> Result<bool, FileError> {
-    for (name, item) in &described.items {
-        for rank in 0..described.world_size {
-            let (file_path, kind) = item.file_of(name, rank);
-            if file_path == path {
-                let file = RankFile::listed(path, name, rank, kind);
-                let is_sharded = |leaf: &Leaf| matches!(leaf, Leaf::Sharded(_));
-                let plain = contents::read(directory, &file, None)?;
-                let placed = contents::read(directory, &file, Some(&item.placements))?;
-                let mut leaves = placed.found.iter();
-                return Ok(leaves.any(|(key, (_, leaf))| {
-                    is_sharded(leaf)
-                        && !plain
-                            .found
-                            .get(key)
-                            .is_some_and(|(_, leaf)| is_sharded(leaf))
-                }));
-            }
-        }
-    }
-    Ok(false)
+    let Some((file, placements)) = described.find_file(path) else {
+        return Ok(false);
+    };
+    let is_sharded = |leaf: &Leaf| matches!(leaf, Leaf::Sharded(_));
+    let plain = contents::read(directory, &file, None)?;
+    let placed = contents::read(directory, &file, Some(placements))?;
+    let mut leaves = placed.found.iter();
+    Ok(leaves.any(|(key, (_, leaf))| {
+        is_sharded(leaf)
+            && !plain
+                .found
+                .get(key)
+                .is_some_and(|(_, leaf)| is_sharded(leaf))
+    }))
 }
 
 /// Returns `true` for the name of a folder of a rank, `rank_0`, or of a state, `weights`.

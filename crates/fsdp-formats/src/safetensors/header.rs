@@ -38,9 +38,8 @@ pub struct TensorInfo {
     pub end: u64,
 }
 
-/// The JSON of one tensor.
+/// The JSON of one tensor. Other programs may add fields, which readers pass over.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct RawInfo {
     dtype: String,
     shape: Vec<usize>,
@@ -255,15 +254,18 @@ impl Header {
             );
         }
         // The tensors follow each other without gaps, in any order, up to the end of the file.
-        let mut ranges: Vec<(u64, u64)> = tensors
-            .values()
-            .map(|info: &TensorInfo| (info.start, info.end))
+        let mut ranges: Vec<(u64, u64, &str)> = tensors
+            .iter()
+            .map(|(name, info): (&String, &TensorInfo)| (info.start, info.end, name.as_str()))
             .collect();
         ranges.sort_unstable();
         let mut covered_end = 0;
-        for (start, end) in ranges {
+        for (start, end, name) in ranges {
             if start != covered_end {
-                return Err(malformed("tensors overlap, or leave gaps"));
+                return Err(malformed(format!(
+                    "`{name}` begins at byte {start} of the data, and the tensors before it end at byte {covered_end}: \
+                     tensors overlap, or leave gaps"
+                )));
             }
             covered_end = end;
         }

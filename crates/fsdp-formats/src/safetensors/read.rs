@@ -414,11 +414,9 @@ impl SafetensorsCheckpoint {
                 with_holes.extend(stored.next().map(|stored| &stored.relative_path));
             }
         }
-        let missing_parts: BTreeSet<String> = with_holes
-            .into_iter()
-            .flat_map(|file| files.missing_beside(file))
-            .collect();
-        self.directory.check_missing(missing_parts)?;
+        for file in with_holes {
+            self.directory.check_missing(files.missing_beside(file))?;
+        }
         let path = self.path.display();
         warn!(%path, "torch does not note how many ranks have written: if the file of a last rank is missing, that is not noticed");
         Ok(())
@@ -632,7 +630,7 @@ impl SafetensorsCheckpoint {
     /// Adds the values of a values file, and takes the tensors inside of them away from the other
     /// tensors. A value with the key of a tensor is an error.
     fn add_values(&mut self, name: &str, text: Vec<u8>) -> Result<(), FileError> {
-        let mut values_file =
+        let values_file =
             ValuesFile::new(text).map_err(|error| self.directory.file_error(name, error))?;
         let stored = self.metadata.stored();
         self.stored_bytes = stored.map(|(_, _, stored)| stored.length).sum();
@@ -659,7 +657,6 @@ impl SafetensorsCheckpoint {
             });
             self.metadata.entries.insert(fqn.to_owned(), entry);
         }
-        self.paths = self.paths.take().or(values_file.take_paths());
         self.values = Some(values_file);
         Ok(())
     }
@@ -678,7 +675,10 @@ impl SafetensorsCheckpoint {
         let bounds = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length as usize];
         self.read_inner_box(key, tensor, &bounds, &mut data)
-            .map_err(|_| no_tensor())?;
+            .map_err(|error| match error {
+                FileError::Item { source, .. } | FileError::File { source, .. } => source,
+                _ => no_tensor(),
+            })?;
         Ok(PlainTensor {
             dtype: tensor.properties.dtype,
             shape: bounds.sizes,

@@ -99,15 +99,10 @@ pub fn shard_name(index: usize) -> String {
 /// hash of the values follow.
 pub const NEW_VALUES: &str = ".new";
 
-/// Returns the possible names of the values file with this hash: its final name, the name that it
-/// has until the safetensors file is committed (which no other conversion uses), and the name that
-/// earlier versions used.
-pub fn values_names(name: &str, hash: &str) -> [String; 3] {
-    [
-        name.to_owned(),
-        format!("{name}{NEW_VALUES}-{hash}"),
-        format!("{name}{NEW_VALUES}"),
-    ]
+/// Returns the possible names of the values file with this hash: its final name, and the name that
+/// it has until the safetensors file is committed, which no other conversion uses.
+pub fn values_names(name: &str, hash: &str) -> [String; 2] {
+    [name.to_owned(), format!("{name}{NEW_VALUES}-{hash}")]
 }
 
 /// Returns the text of [`VALUES_HASH`] for a values file.

@@ -7,9 +7,6 @@
 //! }
 //! ```
 //!
-//! Files of earlier versions also have the paths of all keys, which are in the header now:
-//! `"paths": {"list.0": ["list", 0], …}`.
-//!
 //! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. Other
 //! values are objects with a single key that starts with `$`: `$tuple`, `$set`, `$bytes`
 //! (hexadecimal), `$float` (bits, hexadecimal, for NaN and infinities), `$int` (little-endian two's

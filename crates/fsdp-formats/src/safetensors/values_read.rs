@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, PythonType};
+use fsdp_layout::{PlainTensor, PlainValue, PythonType};
 use indexmap::IndexMap;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -22,9 +22,6 @@ pub struct ValuesFile {
     text: Vec<u8>,
     /// The place of each value in the text, by flat key.
     places: IndexMap<String, Range<usize>>,
-    /// The paths of all keys, including those of tensors, in the nested state dict. Only files of
-    /// earlier versions have them.
-    paths: Option<IndexMap<String, KeyPath>>,
 }
 
 /// A function that reads the tensor with a given key, for values that contain tensors.
@@ -32,6 +29,7 @@ pub(crate) type ReadTensor<'r> = &'r mut dyn FnMut(&str) -> Result<PlainTensor, 
 
 /// The parts of a values file, as the text that they are.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct RawFile<'t> {
     #[serde(borrow)]
     format: Option<&'t RawValue>,
@@ -39,8 +37,6 @@ struct RawFile<'t> {
     version: Option<&'t RawValue>,
     #[serde(borrow)]
     values: Option<&'t RawValue>,
-    #[serde(borrow)]
-    paths: Option<&'t RawValue>,
 }
 
 impl ValuesFile {
@@ -64,19 +60,7 @@ impl ValuesFile {
             return Err(malformed("it has no `values`"));
         };
         let places = find_places(&text, values)?;
-        let paths = match raw.paths {
-            Some(paths) => {
-                let mut no_tensor = |_: &str| Err(malformed("a path holds a tensor"));
-                let paths = decode(paths.get().as_bytes(), PATHS_DEPTH, &mut no_tensor)?;
-                Some(decode_paths(paths)?)
-            }
-            None => None,
-        };
-        Ok(ValuesFile {
-            text,
-            places,
-            paths,
-        })
+        Ok(ValuesFile { text, places })
     }
 
     /// Returns the flat keys of the values, in order.
@@ -95,11 +79,6 @@ impl ValuesFile {
         self.text.len() as u64
     }
 
-    /// Takes the paths out of a file of an earlier version; later ones have none.
-    pub(super) fn take_paths(&mut self) -> Option<IndexMap<String, KeyPath>> {
-        self.paths.take()
-    }
-
     /// Reads a value; `None` if there is none of this key.
     ///
     /// # Errors
@@ -110,7 +89,7 @@ impl ValuesFile {
         read_tensor: ReadTensor<'_>,
     ) -> Option<Result<PlainValue, FormatError>> {
         let place = self.places.get(fqn)?;
-        Some(decode(&self.text[place.clone()], VALUES_DEPTH, read_tensor))
+        Some(decode(&self.text[place.clone()], read_tensor))
     }
 
     /// Returns those of the keys that `is_tensor` is true for that are named in values: the tensors
@@ -263,12 +242,8 @@ impl<'de> Visitor<'de> for TensorNames<'_> {
     }
 }
 
-/// Reads a value from its text, which lies at this depth in its file.
-fn decode(
-    text: &[u8],
-    depth: usize,
-    read_tensor: ReadTensor<'_>,
-) -> Result<PlainValue, FormatError> {
+/// Reads a value from its text.
+fn decode(text: &[u8], read_tensor: ReadTensor<'_>) -> Result<PlainValue, FormatError> {
     let mut context = Context {
         read_tensor,
         error: None,
@@ -276,7 +251,7 @@ fn decode(
     let mut json = serde_json::Deserializer::from_slice(text);
     let seed = ValueSeed {
         context: &mut context,
-        depth,
+        depth: VALUES_DEPTH,
     };
     // The JSON reader turns an error of these visitors into a text, so the original one is returned
     // instead.
@@ -300,34 +275,9 @@ impl Context<'_> {
     }
 }
 
-/// Reads the paths of earlier files: a dict of lists of texts and positions.
-fn decode_paths(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError> {
-    let PlainValue::Dict(paths) = value else {
-        return Err(malformed("the paths are no object"));
-    };
-    let mut decoded = IndexMap::with_capacity(paths.len());
-    for entry in paths {
-        let (PlainValue::Str(fqn), PlainValue::List(items)) = entry else {
-            return Err(malformed("a path is no list"));
-        };
-        let mut path = KeyPath::default();
-        for item in items {
-            path.0.push(match item {
-                PlainValue::Str(key) => PathPart::Key(key),
-                PlainValue::Int(index) if index >= 0 => PathPart::Index(index as usize),
-                _ => return Err(malformed("a path's part is neither text nor a position")),
-            });
-        }
-        decoded.insert(fqn, path);
-    }
-    Ok(decoded)
-}
-
 /// The depth of the values in a file: they are in an object that is in another one. The keys above
 /// them may be any text, and are no tags.
 const VALUES_DEPTH: usize = 2;
-/// The depth of the paths in a file, whose keys are no tags either.
-const PATHS_DEPTH: usize = 1;
 
 /// The tag of a tensor inside a value.
 const TENSOR_TAG: &str = "$tensor";
@@ -381,7 +331,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 
     fn visit_u64<E: Error>(self, value: u64) -> Result<PlainValue, E> {
-        Ok(i64::try_from(value).map_or(PlainValue::Float(value as f64), PlainValue::Int))
+        Ok(PlainValue::unsigned(value))
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<PlainValue, E> {

@@ -271,20 +271,25 @@ impl CheckedDirectory {
 
     /// Opens a file below the directory. Where there is an integrity file, it must cover this one.
     pub fn file(&self, relative: &str) -> Result<Arc<CheckedFile>, FileError> {
+        if let Some(file) = lock(&self.files).get(relative) {
+            return Ok(file.clone());
+        }
+        // Not under the lock: an object store takes a while to answer.
+        let opened = self.directory.file(relative)?;
+        let hashes = self.required_hashes(relative)?;
+        let opened = Arc::new(self.make_checked_file(opened, relative, hashes));
         let mut files = lock(&self.files);
+        // If another thread has opened it too, both take the same one, which keeps what was checked.
         if let Some(file) = files.get(relative) {
             return Ok(file.clone());
         }
-        let opened = self.directory.file(relative)?;
-        let hashes = self.required_hashes(relative)?;
-        let file = Arc::new(self.make_checked_file(opened, relative, hashes));
         // Drop all files when there are too many: which of them will be needed again is not
         // known. Readers that hold a file keep it open.
         if files.len() >= OPEN_FILES {
             files.clear();
         }
-        files.insert(relative.to_owned(), file.clone());
-        Ok(file)
+        files.insert(relative.to_owned(), opened.clone());
+        Ok(opened)
     }
 
     /// Opens a file that another program may have put beside the checkpoint's own. It is checked if

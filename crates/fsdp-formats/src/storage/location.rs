@@ -255,6 +255,14 @@ impl Location {
         read_file(&*file, limit).map_err(|error| error.in_file(self.name()))
     }
 
+    /// Returns `true` if a directory is here, or the objects of one.
+    ///
+    /// # Errors
+    /// The errors of [`Location::exists`].
+    pub fn is_directory(&self) -> Result<bool, FileError> {
+        Ok(self.storage()?.kind()? == Some(EntryKind::Directory))
+    }
+
     /// Returns `true` if a file or an object is here.
     ///
     /// # Errors

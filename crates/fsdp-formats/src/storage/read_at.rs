@@ -83,7 +83,7 @@ pub fn read_whole<S: ReadAt + ?Sized>(
 }
 
 /// Reads all of a file of at most `limit` bytes.
-pub(crate) fn read_file(file: &dyn ReadAt, limit: u64) -> Result<Vec<u8>, FormatError> {
+pub fn read_file(file: &dyn ReadAt, limit: u64) -> Result<Vec<u8>, FormatError> {
     check_limit("file length", file.len(), limit)?;
     read_whole(file, 0, file.len())
 }

@@ -45,14 +45,6 @@ pub(crate) fn open(
             (None, without_keys.collect())
         }
     };
-    // All missing files are named at once.
-    let mut missing_files = Vec::new();
-    for file in files.keys() {
-        if !directory.has(file)? {
-            missing_files.push((*file).to_owned());
-        }
-    }
-    directory.check_missing(missing_files)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;
     let mut file_of_key = HashMap::new();

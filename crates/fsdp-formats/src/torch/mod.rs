@@ -7,7 +7,7 @@ pub(crate) mod legacy;
 mod numpy;
 pub(crate) mod read;
 pub(crate) mod sharded;
-mod storages;
+pub(crate) mod storages;
 pub(crate) mod tensor_ref;
 pub(crate) mod value;
 

@@ -40,11 +40,7 @@ impl Storages {
                 (StorageStart::Offset(range.start), range.end - range.start)
             }
         };
-        if length < bytes {
-            let expected = format!("a storage of {}", count_text(bytes, "byte", "bytes"));
-            let found = format!("one of {length}");
-            return Err(FormatError::unexpected(expected, found));
-        }
+        check_storage_length(bytes, length)?;
         Ok(start)
     }
 
@@ -72,4 +68,13 @@ impl Storages {
             }
         }
     }
+}
+
+/// Checks that a storage has as many bytes as its tensor needs.
+pub(crate) fn check_storage_length(needed: u64, found: u64) -> Result<()> {
+    if found < needed {
+        let expected = format!("a storage of {}", count_text(needed, "byte", "bytes"));
+        return Err(FormatError::unexpected(expected, format!("one of {found}")));
+    }
+    Ok(())
 }

@@ -17,8 +17,8 @@ use crate::limits::PICKLE_FACTOR;
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
-    BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, QSCHEMES, Walk,
-    name_at, parse, parse_within,
+    BUILTINS, COPIES, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, QSCHEMES,
+    Walk, name_at, parse, parse_within,
 };
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::StoredElements;
@@ -589,9 +589,6 @@ pub(crate) fn convert(
     Ok(value)
 }
 
-/// The name, in errors of the budget, of the texts, bytes and names that are copied from a pickle.
-pub(crate) const COPIES: &str = "copies of text and bytes";
-
 /// The bytes that a node of a known type is charged: the object and its description are a value
 /// each, and names are texts.
 const DESCRIPTION_COST_BYTES: u64 = 2 * size_of::<PlainValue>() as u64;
@@ -730,13 +727,6 @@ fn convert_object(
     Ok(PlainValue::Dict(description))
 }
 
-/// Returns the text of a node, and charges this reference and a copy of it.
-fn copy_text<'a>(walk: &mut Walk<'_, 'a>, id: NodeId) -> Result<&'a str, PickleError> {
-    let text = walk.pickle.str(id)?;
-    walk.charge(id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
-    Ok(text)
-}
-
 /// Returns the value of a `torch.Size`, a path or a device; `None` for objects of other types. Many
 /// references may lead to one object, so all that is copied of it is charged.
 fn convert_plain_object(
@@ -754,17 +744,10 @@ fn convert_plain_object(
             walk.charge(id, COPIES, size_of_val(&items[..]) as u64)?;
             PlainValue::typed(PythonType::Size, PlainValue::Tuple(items))
         }
-        (Global::Path(path_type), args) => {
-            let mut parts = Vec::new();
-            for &part in args {
-                parts.push(copy_text(walk, part)?);
-            }
-            // The first part of an absolute path is `/` itself.
-            PlainValue::typed(path_type, parts.join("/").replacen("//", "/", 1))
-        }
-        (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copy_text(walk, *kind)?),
+        (Global::Path(path_type), _) => PlainValue::typed(path_type, walk.path_text(object)?),
+        (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, walk.copy_text(*kind)?),
         (Global::Device, [kind, index]) => {
-            let name = format!("{}:{}", copy_text(walk, *kind)?, pickle.int(*index)?);
+            let name = format!("{}:{}", walk.copy_text(*kind)?, pickle.int(*index)?);
             PlainValue::typed(PythonType::Device, name)
         }
         _ => return Ok(None),

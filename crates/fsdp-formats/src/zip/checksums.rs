@@ -8,7 +8,7 @@ use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::on_each;
 
 /// Checks the checksum of each record of the item that lies at `stored` in a file. The first one
-/// that differs is the error. An item that is no archive has none, and passes.
+/// that differs is the error. An item that does not begin as an archive has none, and passes.
 pub fn check_records(
     file: &dyn ReadAt,
     stored: &StorageInfo,
@@ -17,9 +17,10 @@ pub fn check_records(
 ) -> Result<()> {
     let item = Window::new(file, stored.offset, stored.length)?;
     // Items of the SAFETENSORS format are no archives, and have no checksums.
-    let Ok(archive) = Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) else {
+    if !is_archive(&item)? {
         return Ok(());
-    };
+    }
+    let archive = Directory::read(&item).or_else(|_| Directory::read_rootless(&item))?;
     let records: Vec<(&String, &Record)> = archive.records.iter().collect();
     let outcomes = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
@@ -57,6 +58,16 @@ pub(crate) fn check_records_in_memory(item: &[u8]) -> Result<()> {
         check_crc(record.crc, crc32fast::hash(data))?;
     }
     Ok(())
+}
+
+/// Returns `true` if bytes begin as a zip archive does.
+fn is_archive(item: &dyn ReadAt) -> Result<bool> {
+    let mut start = [0; 4];
+    if item.len() < start.len() as u64 {
+        return Ok(false);
+    }
+    item.read_exact_at(0, &mut start)?;
+    Ok(start == *b"PK\x03\x04")
 }
 
 /// Computes the CRC-32 of `length` bytes from `start` on, and reports them to `progress`.

@@ -208,7 +208,7 @@ impl Directory {
 
     /// Refuses archives of big-endian machines. Older torch wrote no record of it, and
     /// little-endian bytes.
-    pub fn check_byte_order(&self, source: &dyn ReadAt) -> Result<()> {
+    fn check_byte_order(&self, source: &dyn ReadAt) -> Result<()> {
         if self.records.contains_key("byteorder") {
             let order = self.read_record(source, "byteorder", 16)?;
             if order != b"little" {

@@ -109,13 +109,55 @@ impl<'m> Roles<'m> {
 
     /// Returns `true` for a scale, a zero point or a table of codes of a quantized tensor.
     pub(crate) fn is_scale(&self, fqn: &str) -> bool {
-        let name = last_part(fqn).to_ascii_lowercase();
-        // The optimizers of bitsandbytes number theirs: `absmax1`.
-        name.split(['_', ':'])
-            .map(|word| word.trim_end_matches(|digit: char| digit.is_ascii_digit()))
-            .any(|word| SCALE_WORDS.contains(&word))
-            && self.quantized_places.contains(parent_of(fqn))
+        find_scale_word(last_part(fqn)).is_some() && self.quantized_places.contains(parent_of(fqn))
     }
+
+    /// Returns `true` for a scale, a zero point or a table of codes of a weight of integers, which
+    /// is found under one of the names that it may have.
+    pub(crate) fn is_scale_of_integers(&self, metadata: &Metadata, fqn: &str) -> bool {
+        let (parent, name) = (parent_of(fqn), last_part(fqn));
+        let Some(word_start) = find_scale_word(name) else {
+            return false;
+        };
+        let is_codes = |key: &str| {
+            metadata.tensor(key).is_some_and(|tensor| {
+                let dtype = tensor.properties.dtype;
+                !dtype.is_float() && dtype != DType::Bool && is_quantized(key, dtype)
+            })
+        };
+        let before = name[..word_start].trim_end_matches(['_', ':']);
+        let beside = ["", "_blocks", "_packed", ":qdata"].map(|end| format!("{before}{end}"));
+        is_codes(parent)
+            || beside
+                .iter()
+                .map(String::as_str)
+                .chain([
+                    "weight",
+                    "qweight",
+                    "codes",
+                    "W_q",
+                    "_data",
+                    "weight_packed",
+                ])
+                .any(|codes| {
+                    is_codes(&format!("{parent}.{codes}")) || parent.is_empty() && is_codes(codes)
+                })
+    }
+}
+
+/// Returns where the word begins that makes the last part of a key that of a scale; `None` if there
+/// is none.
+fn find_scale_word(name: &str) -> Option<usize> {
+    let mut start = 0;
+    for word in name.split(['_', ':']) {
+        // The optimizers of bitsandbytes number theirs: `absmax1`.
+        let plain = word.trim_end_matches(|digit: char| digit.is_ascii_digit());
+        if SCALE_WORDS.contains(&plain.to_ascii_lowercase().as_str()) {
+            return Some(start);
+        }
+        start += word.len() + 1;
+    }
+    None
 }
 
 /// The words in the names of what gives quantized elements their meaning: those of DeepSeek,
@@ -219,9 +261,10 @@ impl<'m> Optimizers<'m> {
         }
     }
 
-    /// Returns `true` for the state of an optimizer, and for a count of steps.
-    pub(crate) fn is_state_or_count(&self, fqn: &str, tensor: &TensorEntry) -> bool {
-        self.is_state(fqn) || is_count(fqn, tensor)
+    /// Returns `true` for what is of the training, and not of the model: the state of an optimizer,
+    /// hyperparameters, and counts of steps.
+    pub(crate) fn is_of_training(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        self.is_state(fqn) || self.is_hyperparameter(fqn, tensor) || is_count(fqn, tensor)
     }
 
     /// Returns `true` for what an optimizer, a schedule of learning rates or a scaler of losses

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Change;
+use fsdp_formats::internals::read_file;
 use fsdp_formats::metadata::Metadata;
-use fsdp_formats::storage::{CheckedDirectory, ReadAt as _};
+use fsdp_formats::storage::CheckedDirectory;
 use fsdp_layout::DType;
 use serde_json::{Map, Value};
 
@@ -23,16 +24,33 @@ pub struct ConfigEdits {
 }
 
 /// The name of the file.
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG_FILE: &str = "config.json";
 
 /// The most bytes of such a file. Real ones have a few thousand.
-const MAX_BYTES: u64 = 16 << 20;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// The keys that give the dtype: since version 4.56 of transformers, and before.
 const DTYPE_KEYS: [&str; 2] = ["dtype", "torch_dtype"];
 
 /// The keys that describe quantized weights.
 const QUANTIZATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
+
+/// Reads the `config.json` in a directory; `None` if there is none, or it is something else than an
+/// object of JSON.
+///
+/// # Errors
+/// A file that cannot be read, or is too long.
+pub(crate) fn read_config(
+    directory: &CheckedDirectory,
+) -> Result<Option<Map<String, Value>>, FileError> {
+    if !directory.has(CONFIG_FILE)? {
+        return Ok(None);
+    }
+    let file = directory.extra_file(CONFIG_FILE)?;
+    let bytes = read_file(&file, MAX_CONFIG_BYTES)
+        .map_err(|source| directory.file_error(CONFIG_FILE, source))?;
+    Ok(serde_json::from_slice(&bytes).ok())
+}
 
 impl ConfigEdits {
     /// Returns the new contents of the `config.json` among files that are copied beside `weights`,
@@ -48,23 +66,19 @@ impl ConfigEdits {
         weights: &Metadata,
         changes: &mut Vec<Change>,
     ) -> Result<Option<(String, Vec<u8>)>, FileError> {
-        let Some(directory) = files.get(CONFIG) else {
+        let Some(directory) = files.get(CONFIG_FILE) else {
             return Ok(None);
         };
-        let file = directory.extra_file(CONFIG)?;
-        let mut bytes = vec![0; file.len().min(MAX_BYTES) as usize];
-        file.read_exact_at(0, &mut bytes)
-            .map_err(|source| directory.file_error(CONFIG, source))?;
         let mut settings = Vec::new();
-        let edited = match serde_json::from_slice(&bytes) {
-            Ok(Value::Object(mut config)) => {
+        let edited = match read_config(directory)? {
+            Some(mut config) => {
                 self.edit(&mut config, "", &mut settings);
                 let text = serde_json::to_string_pretty(&config);
                 changes.extend(self.other_dtype(&config, weights));
                 text.expect("a JSON value can be written as JSON") + "\n"
             }
-            _ if *self == ConfigEdits::default() => return Ok(None),
-            _ => {
+            None if *self == ConfigEdits::default() => return Ok(None),
+            None => {
                 let what = format!(
                     "could not be understood, and still describes the weights as they were: set `dtype` in it{}",
                     if self.is_dequantized {
@@ -73,16 +87,16 @@ impl ConfigEdits {
                         ""
                     }
                 );
-                changes.extend(Change::new("file", what, vec![CONFIG.to_owned()]));
+                changes.extend(Change::new("file", what, vec![CONFIG_FILE.to_owned()]));
                 return Ok(None);
             }
         };
         if settings.is_empty() {
             return Ok(None);
         }
-        let what = format!("of `{CONFIG}` changed with the weights");
+        let what = format!("of `{CONFIG_FILE}` changed with the weights");
         changes.extend(Change::new("setting", what, settings));
-        Ok(Some((CONFIG.to_owned(), edited.into_bytes())))
+        Ok(Some((CONFIG_FILE.to_owned(), edited.into_bytes())))
     }
 
     /// Returns the change that tells a dtype in a configuration which most of the weights beside it
@@ -116,7 +130,7 @@ impl ConfigEdits {
         };
         Change::new(
             "setting",
-            format!("of `{CONFIG}` differed from the weights"),
+            format!("of `{CONFIG_FILE}` differed from the weights"),
             settings,
         )
     }

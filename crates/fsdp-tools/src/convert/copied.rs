@@ -1,9 +1,10 @@
-//! The files of other programs that are copied beside what a conversion writes.
+//! The hashed files of a conversion that are no tensors: those of other programs, which are copied
+//! beside what it writes, and small ones of its own.
 
 use std::collections::BTreeMap;
 
 use fsdp_formats::FileError;
-use fsdp_formats::internals::{FileIntegrity, block_length};
+use fsdp_formats::internals::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length};
 use fsdp_formats::storage::{CheckedDirectory, ReadAt as _, Staging};
 use twox_hash::XxHash3_64;
 
@@ -33,6 +34,27 @@ fn copy_file(
     Ok(integrity)
 }
 
+/// Writes a small file, and returns its hashes.
+pub(super) fn write_hashed(
+    staging: &Staging,
+    name: &str,
+    bytes: &[u8],
+) -> Result<FileIntegrity, FileError> {
+    let mut integrity = FileIntegrity::default();
+    integrity.push_bytes(bytes);
+    staging.write(name, bytes)?;
+    Ok(integrity)
+}
+
+/// Commits a directory of which `integrity` has the hashes, as its last file.
+pub(super) fn commit_with_hashes(staging: Staging, integrity: &Integrity) -> Result<(), FileError> {
+    let bytes = integrity.encode().map_err(|source| FileError::File {
+        path: staging.directory().join(INTEGRITY_FILE),
+        source,
+    })?;
+    staging.commit(INTEGRITY_FILE, &bytes)
+}
+
 /// The files of other programs that go beside what a conversion writes.
 #[derive(Default)]
 pub(super) struct CopiedFiles<'c> {
@@ -52,10 +74,7 @@ impl CopiedFiles<'_> {
         for (name, directory) in &self.directories {
             let integrity = match &self.edited {
                 Some((edited_name, bytes)) if edited_name == name => {
-                    let mut integrity = FileIntegrity::default();
-                    integrity.push_bytes(bytes);
-                    staging.write(name, bytes)?;
-                    integrity
+                    write_hashed(staging, name, bytes)?
                 }
                 _ => copy_file(directory, name, staging)?,
             };

@@ -123,6 +123,15 @@ impl<'a> Dequantized<'a> {
         changes.extend(Change::new("weight", dequantized, weight_keys));
         let what = "of activations was left out";
         changes.extend(Change::new("scale", what, activation_scales));
+        let kept = source_metadata.tensors().filter(|(fqn, tensor)| {
+            let is_left_out = left_out.contains(fqn) || weights.contains_key(*fqn);
+            tensor.properties.dtype == DType::I8 && is_wanted(fqn) && !is_left_out
+        });
+        changes.extend(Change::new(
+            "tensor",
+            "of 8-bit integers kept its codes: no scale was found beside it",
+            kept.map(|(fqn, _)| fqn.to_owned()).collect(),
+        ));
         Ok(Dequantized {
             view: LayerView::new(source, metadata, structure),
             weights,
@@ -160,7 +169,7 @@ fn find_scale(
     .find_map(|key| Some((metadata.tensor(&key)?, key)));
     let is_float8 = dtype.is_float() && dtype.bits() == 8 && dtype != DType::F8E8M0Fnu;
     let is_packed = dtype == DType::F4E2M1FnX2
-        || (dtype == DType::U8 && scale.is_some())
+        || (dtype == DType::U8 && (scale.is_some() || fqn.ends_with("weight")))
         || ["qweight", "packed", "blocks"]
             .iter()
             .any(|end| last_part(fqn).ends_with(end) && !dtype.is_float())
@@ -173,7 +182,9 @@ fn find_scale(
             "`--dequantize` of weights in fewer than 8 bits, of packed ones and of those with zero points",
         ));
     }
-    if !is_float8 && (dtype != DType::I8 || scale.is_none()) {
+    // Other tensors of integers may be anything, such as masks.
+    let is_integer_weight = dtype == DType::I8 && (scale.is_some() || fqn.ends_with("weight"));
+    if !is_float8 && !is_integer_weight {
         return Ok(None);
     }
     // The codes of a scale are no weights.
@@ -204,8 +215,12 @@ fn find_scale(
         ));
     }
     let block = find_block(&tensor.shape, &scale_tensor.shape, block).ok_or_else(|| {
+        let configured = match block {
+            Some(configured) => format!("blocks of {configured:?}"),
+            None => "nothing of blocks".to_owned(),
+        };
         let what = format!(
-            "a weight of shape {:?} with a scale of shape {:?}",
+            "a weight of shape {:?} with a scale of shape {:?}, where `config.json` says {configured},",
             tensor.shape, scale_tensor.shape
         );
         unsupported(fqn, what)
@@ -221,7 +236,7 @@ fn find_scale(
 const USUAL_BLOCK: usize = 128;
 
 /// Returns for each dimension of a weight how many of its indices share a scale; `None` if the
-/// shapes do not fit.
+/// shapes do not fit, or allow several lengths of which nothing says which it is.
 fn find_block(
     shape: &[usize],
     scale_shape: &[usize],
@@ -247,11 +262,13 @@ fn find_block(
         let configured =
             block.and_then(|block| block.get((dim + 2).checked_sub(shape.len())?).copied());
         let candidates = [
-            configured,
             (count == 1).then_some(size),
             (count == size).then_some(1),
-            Some(USUAL_BLOCK),
-            size.checked_div(count),
+            configured.or(Some(USUAL_BLOCK)),
+            // Blocks that are not ragged have a power of two, unless the configuration says another.
+            size.checked_div(count).filter(|length| {
+                configured.is_none() && length.is_power_of_two() && size.is_multiple_of(*length)
+            }),
         ];
         // The last block of a dimension may be ragged.
         blocks.push(

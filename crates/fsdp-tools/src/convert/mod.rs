@@ -50,10 +50,11 @@ use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Optimizers};
+pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Roles, parent_of};
 pub use self::compared::Compared;
 pub(crate) use self::compared::digest_tensor;
 pub use self::config::ConfigEdits;
+pub(crate) use self::config::{CONFIG_FILE, read_config};
 pub use self::dequantize::Dequantized;
 pub(crate) use self::names::{NamesInValues, NewKeysOf};
 pub(crate) use self::output::unsupported;
@@ -75,8 +76,48 @@ pub fn convert(
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    // Step 1: what is written is the source through up to three views. No format writes quantized
-    // tensors as such, so the first view shows them as integers.
+    with_written(source, target, options, |written| {
+        let destination = destination.into();
+        write(written, &destination, target, options)
+    })
+}
+
+/// Checks all that [`convert`] finds wrong with a source before it writes, except copies of
+/// replicated tensors that differ: no elements are read.
+///
+/// # Errors
+/// Those of [`convert`] for what cannot be written in this format.
+pub fn check_conversion(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    options: ConvertOptions<'_>,
+) -> Result<(), FileError> {
+    with_written(source, target, options, |_| Ok(()))
+}
+
+/// What a conversion writes.
+struct Written<'s> {
+    /// The source, without what is left out.
+    source: &'s dyn Checkpoint,
+    /// The files of a trainer's state that are copied as they are.
+    sidecars: &'s CopiedSidecars,
+    /// The keys of opaque items that are copied as bytes, with their types.
+    copied: Vec<(String, String)>,
+    /// The keys of opaque items that are left out, with their types.
+    dropped: Vec<(String, String)>,
+    /// The keys of quantized tensors, which are written as integers.
+    quantized: Vec<String>,
+}
+
+/// Finds what is written of a source, checks that it can be, and calls `then` with it.
+fn with_written<T>(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    options: ConvertOptions<'_>,
+    then: impl FnOnce(Written<'_>) -> Result<T, FileError>,
+) -> Result<T, FileError> {
+    // What is written is the source through up to three views. No format writes quantized tensors
+    // as such, so the first view shows them as integers.
     let mut source = source;
     let mut quantized = Vec::new();
     let integers = IntegerView::new(source)?;
@@ -98,31 +139,52 @@ pub fn convert(
     // opaque.
     let is_dcp_copy = source.format() == Format::Dcp && matches!(target, OutputFormat::Dcp { .. });
     let in_sidecars = keys_in_sidecars(source);
-    let (copied, unwritable): (Vec<_>, Vec<_>) = opaque_entries(source, options.thread_count())?
+    let (copied, dropped): (Vec<_>, Vec<_>) = opaque_entries(source, options.thread_count())?
         .into_iter()
         .partition(|(fqn, _)| is_dcp_copy && !in_sidecars.contains(fqn.as_str()));
-    if !unwritable.is_empty() && !options.drop_opaque {
-        return Err(FileError::Opaque { values: unwritable });
+    if !dropped.is_empty() && !options.drop_opaque {
+        return Err(FileError::Opaque { values: dropped });
     }
-    let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
-    let without_opaque = leave_out(source, &unwritable_keys)?;
+    let dropped_keys = dropped.iter().map(|(fqn, _)| fqn.clone()).collect();
+    let without_opaque = leave_out(source, &dropped_keys)?;
     if let Some(view) = &without_opaque {
         source = view;
     }
-
-    // Step 2: all that can be found wrong with the source is found before anything is written,
-    // because a conversion may take hours.
     check_source(source, target, &copied, options)?;
+    then(Written {
+        source,
+        sidecars: &sidecars,
+        copied,
+        dropped,
+        quantized,
+    })
+}
 
-    // Step 3: write it to a staging area, which replaces the destination when all of it is there.
-    let destination = destination.into();
-    let staging = prepare(&destination, target, options)?;
+/// Writes what a conversion writes, and returns the report of it.
+fn write(
+    written: Written<'_>,
+    destination: &Location,
+    target: OutputFormat,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    let Written {
+        source,
+        sidecars,
+        copied,
+        dropped,
+        quantized,
+    } = written;
+    // All that can be found wrong with the source is found before anything is written, because a
+    // conversion may take hours.
+    source.check_copies(&|_| true)?;
+    // It is written to a staging area, which replaces the destination when all of it is there.
+    let staging = prepare(destination, target, options)?;
     let added_files = options
         .with
         .map(|with| CheckedDirectory::open(with, false, Links::Follow))
         .transpose()?;
     let (mut directories, mut left_behind) =
-        choose_extra_files(source, target, &sidecars, added_files.as_ref())?;
+        choose_extra_files(source, target, sidecars, added_files.as_ref())?;
     if options.config.is_dequantized {
         // They describe quantized weights, and nothing else.
         for name in ["hf_quant_config.json", "quantize_config.json"] {
@@ -144,7 +206,7 @@ pub fn convert(
     };
     let aside_file = match target {
         OutputFormat::Dcp { ranks } => to_dcp::write(conversion, ranks.max(1), &copied),
-        OutputFormat::SafetensorsFile => to_safetensors::write_file(conversion, &destination),
+        OutputFormat::SafetensorsFile => to_safetensors::write_file(conversion, destination),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
             Some(plan) => to_rank_files::write_ranks(conversion, plan, max_file_bytes),
             None => to_safetensors::write_directory(conversion, max_file_bytes),
@@ -157,12 +219,10 @@ pub fn convert(
             to_torch_checkpointing::write(conversion, ranks.max(1), &mut changes)
         }
     }?;
-
-    // Step 4: report it.
     let mut converted = Converted {
         quantized,
-        dropped: unwritable,
-        containers: find_lost_containers(source, target, &sidecars)?,
+        dropped,
+        containers: find_lost_containers(source, target, sidecars)?,
         copied: copied_files.directories.into_keys().collect(),
         left_behind,
         ..Converted::default()
@@ -238,8 +298,7 @@ fn check_source(
             .try_for_each(|fqn| check_key_length(fqn))?;
     }
     source.check_stored(&|_| true)?;
-    check_sizes(source, target, opaque)?;
-    source.check_copies(&|_| true)
+    check_sizes(source, target, opaque)
 }
 
 /// Refuses dicts whose keys would become the same text.

@@ -155,17 +155,23 @@ impl OptimizerNames<'_> {
     /// each of them is a key outside of optimizers. `None` if there is none.
     fn find_model(&self, new_keys: &NewKeysOf<'_>, prefixes: &HashSet<&str>) -> Option<String> {
         let first_name = self.names.first()?;
+        let state_prefixes: Vec<String> = prefixes
+            .iter()
+            .map(|prefix| format!("{prefix}state."))
+            .collect();
         let mut model: Option<&str> = None;
         for fqn in new_keys.keys() {
             let Some(start) = fqn.strip_suffix(first_name.as_str()) else {
                 continue;
             };
-            let is_of_optimizer = prefixes
-                .iter()
-                .any(|prefix| fqn.starts_with(&format!("{prefix}state.")));
+            let is_of_optimizer = || {
+                state_prefixes
+                    .iter()
+                    .any(|prefix| fqn.starts_with(prefix.as_str()))
+            };
             if (start.is_empty() || start.ends_with('.'))
-                && !is_of_optimizer
                 && model.is_none_or(|model| start.len() < model.len())
+                && !is_of_optimizer()
                 && self
                     .names
                     .iter()

@@ -80,9 +80,8 @@ fn integer(bytes: &[u8], is_signed: bool) -> PlainValue {
     let mut extended = [fill; 8];
     extended[..bytes.len()].copy_from_slice(bytes);
     let number = i64::from_le_bytes(extended);
-    if is_signed || number >= 0 {
+    if is_signed {
         return PlainValue::Int(number);
     }
-    // With a zero byte on top it is not taken for a negative number.
-    PlainValue::BigInt([bytes, &[0]].concat())
+    PlainValue::unsigned(number.cast_unsigned())
 }

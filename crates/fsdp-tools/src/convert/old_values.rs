@@ -59,8 +59,6 @@ impl OldValues {
             // The target may have a later hash than its values: a process was killed before it gave
             // the new values their final name.
             None => target_hash.is_some(),
-            // The first name that earlier versions used has no hash.
-            Some("") => target_hash.as_ref() == Some(&hash),
             // A killed process has left values under their first name. The hash in the name tells
             // that they are values.
             Some(ending) => ending.strip_prefix('-') == Some(hash.as_str()),

@@ -3,10 +3,10 @@
 use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
 use fsdp_formats::internals::{
-    DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, INTEGRITY_FILE, Integrity, PATHS,
-    PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, ValuesFile, charge_text,
-    check_copy, digests_text, encode_paths, encode_values, is_stored_as_bytes, layout_text,
-    shard_name, values_hash, values_names, write_payloads, wrong_box,
+    DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, Integrity, PATHS, PlannedPayload, RANK_NOTE,
+    SHARDING, SHARDS, Sidecar, VALUES_HASH, ValuesFile, charge_text, check_copy, digests_text,
+    encode_paths, encode_values, is_stored_as_bytes, layout_text, shard_name, values_hash,
+    values_names, write_payloads, wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
@@ -15,6 +15,7 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::copied::{commit_with_hashes, write_hashed};
 use super::old_values::OldValues;
 use super::output::{
     CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
@@ -110,21 +111,29 @@ impl<'s> SideContents<'s> {
         texts
     }
 
-    /// Returns the digests of all that the files have: of tensors from the sums over their
-    /// elements, of values from themselves.
+    /// Returns the digests of all that the files have.
     fn digests(&self, sums: &Sums) -> StateDigest {
-        let tensors = self.source.metadata().tensors().map(|(fqn, tensor)| {
-            // Before the elements are written, there are no sums yet.
-            let sum = sums.get(fqn).copied().unwrap_or_default();
-            let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
-            (fqn.to_owned(), digest)
-        });
-        let values = self
-            .values
-            .iter()
-            .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
-        tensors.chain(values).collect()
+        digests_of(self.source, &self.values, sums)
     }
+}
+
+/// Returns the digests of all that is written: of tensors from the sums over their elements, of
+/// values from themselves.
+pub(super) fn digests_of<'v>(
+    source: &dyn Checkpoint,
+    values: impl IntoIterator<Item = (&'v String, &'v PlainValue)>,
+    sums: &Sums,
+) -> StateDigest {
+    let tensors = source.metadata().tensors().map(|(fqn, tensor)| {
+        // Before the elements are written, there are no sums yet.
+        let sum = sums.get(fqn).copied().unwrap_or_default();
+        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
+        (fqn.to_owned(), digest)
+    });
+    let values = values
+        .into_iter()
+        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
+    tensors.chain(values).collect()
 }
 
 /// Returns all tensors of the source, whole, and those that were inside values.
@@ -330,7 +339,7 @@ pub(super) fn write_file(
     let old_values = OldValues::new(target)?;
     let hash = values.as_deref().map(values_hash);
     // Without values no file gets the second name, so any hash will do.
-    let [values_name, pending_name, _] =
+    let [values_name, pending_name] =
         values_names(&old_values.name, hash.as_deref().unwrap_or_default());
     let sidecar = Sidecar {
         name: &values_name,
@@ -436,17 +445,11 @@ impl<'w> DirectoryWriter<'w> {
         let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());
         for (name, bytes) in [(INDEX, index), (VALUES_FILE, values)] {
             if let Some(bytes) = bytes {
-                let mut hashes = FileIntegrity::default();
-                hashes.push_bytes(&bytes);
-                self.staging.write(name, &bytes)?;
+                let hashes = write_hashed(&self.staging, name, &bytes)?;
                 self.integrity.files.insert(name.to_owned(), hashes);
             }
         }
-        let bytes = self.integrity.encode().map_err(|source| FileError::File {
-            path: self.staging.directory().join(INTEGRITY_FILE),
-            source,
-        })?;
-        self.staging.commit(INTEGRITY_FILE, &bytes)?;
+        commit_with_hashes(self.staging, &self.integrity)?;
         Ok(values_file)
     }
 }

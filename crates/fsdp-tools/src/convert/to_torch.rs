@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use fsdp_digest::{BoxPlace, Digest, StateDigest};
+use fsdp_digest::{BoxPlace, StateDigest};
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
 use fsdp_formats::internals::{
     ArchiveLayout, FileIntegrity, PlannedPayload, ROOT, check_copy, check_depth, check_writable,
@@ -20,7 +20,7 @@ use super::numpy::{holds_numpy, without_numpy};
 use super::output::{
     CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, unsupported,
 };
-use super::to_safetensors::Sums;
+use super::to_safetensors::{Sums, digests_of};
 use crate::elements::saturating_bytes;
 
 /// A storage of the file to be written, which holds one tensor.
@@ -276,23 +276,6 @@ pub(super) fn check_unchanged(
         path,
         names: differing,
     })
-}
-
-/// Returns the digests of all that was written, from the sums over the tensors.
-pub(super) fn digests_of(
-    source: &dyn Checkpoint,
-    values: &HashMap<String, PlainValue>,
-    sums: &Sums,
-) -> StateDigest {
-    let tensors = source.metadata().tensors().map(|(fqn, tensor)| {
-        let sum = sums.get(fqn).copied().unwrap_or_default();
-        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
-        (fqn.to_owned(), digest)
-    });
-    let values = values
-        .iter()
-        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
-    tensors.chain(values).collect()
 }
 
 /// A file of `torch.save` to be written.

@@ -4,16 +4,15 @@
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Change, Checkpoint, Structure};
-use fsdp_formats::internals::{
-    FileIntegrity, INTEGRITY_FILE, Integrity, ROOT, pickle_write, write_value,
-};
+use fsdp_formats::internals::{Integrity, ROOT, pickle_write, write_value};
 use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::PlainValue;
 use fsdp_layout::boxes::row_major_strides;
 
+use super::copied::{commit_with_hashes, write_hashed};
 use super::output::{Conversion, encode_error, unsupported};
-use super::to_safetensors::Sums;
-use super::to_torch::{Archive, check_unchanged, digests_of, read_content};
+use super::to_safetensors::{Sums, digests_of};
+use super::to_torch::{Archive, check_unchanged, read_content};
 
 /// The name of the file that describes the tensors.
 const METADATA: &str = "metadata.pkl";
@@ -78,15 +77,9 @@ pub(super) fn write(
             _ => digests,
         });
     }
-    let mut hashes = FileIntegrity::default();
-    hashes.push_bytes(&metadata);
-    staging.write(METADATA, &metadata)?;
+    let hashes = write_hashed(&staging, METADATA, &metadata)?;
     integrity.files.insert(METADATA.to_owned(), hashes);
-    let bytes = integrity.encode().map_err(|source| FileError::File {
-        path: staging.directory().join(INTEGRITY_FILE),
-        source,
-    })?;
-    staging.commit(INTEGRITY_FILE, &bytes)?;
+    commit_with_hashes(staging, &integrity)?;
     Ok(None)
 }
 

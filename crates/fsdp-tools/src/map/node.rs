@@ -89,6 +89,12 @@ impl Node {
         let [rows, columns] = self.shape[..] else {
             return Err(format!("a tensor of shape {:?} is no matrix", self.shape));
         };
+        if self.dtype.packing().is_some() {
+            return Err(format!(
+                "the numbers of `{}` are packed, and stay in their order",
+                self.dtype
+            ));
+        }
         Ok(Node {
             shape: vec![columns, rows],
             dtype: self.dtype,

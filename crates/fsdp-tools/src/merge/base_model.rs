@@ -4,17 +4,13 @@ use std::path::PathBuf;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{check_expansion, read_whole, tensor_of};
-use fsdp_formats::storage::{CheckedDirectory, ReadAt as _};
+use fsdp_formats::internals::{check_expansion, tensor_of};
+use fsdp_formats::storage::CheckedDirectory;
 use serde_json::Value;
 
-use crate::convert::digest_tensor;
+use crate::convert::{CONFIG_FILE, digest_tensor, read_config};
 use crate::elements::saturating_bytes;
 
-/// The file with the configuration of a base model.
-const CONFIG_FILE: &str = "config.json";
-/// The longest such file that is read.
-const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The parts of a configuration that are about the text model, in a model of text and something
 /// else.
 const TEXT_CONFIGS: [&str; 5] = [
@@ -74,19 +70,12 @@ impl BaseModel {
     /// # Errors
     /// The file cannot be read.
     pub(super) fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
-        if !directory.has(CONFIG_FILE)? {
-            return Ok(BaseModel::default());
-        }
-        let file = directory.extra_file(CONFIG_FILE)?;
-        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES))
-            .map_err(|source| directory.file_error(CONFIG_FILE, source))?;
-        // A file of this name that is something else counts as none.
-        let Ok(config @ Value::Object(_)) = serde_json::from_slice(&bytes) else {
+        let Some(config) = read_config(directory)? else {
             return Ok(BaseModel::default());
         };
         Ok(BaseModel {
             directory: Some(directory.path().to_owned()),
-            ..Self::parse(&config)
+            ..Self::parse(&Value::Object(config))
         })
     }
 

@@ -34,7 +34,7 @@ mod tests;
 use std::collections::BTreeMap;
 
 use fsdp_formats::checkpoint::{open, values_beside};
-use fsdp_formats::internals::{default_threads, on_each};
+use fsdp_formats::internals::{NEW_VALUES, default_threads, on_each};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt};
 use fsdp_formats::{FileError, FormatError, Location};
@@ -227,10 +227,12 @@ fn hash_single_file(
 ) -> Result<BTreeMap<String, Sha256Hash>, SignError> {
     let (_, name) = location.split()?;
     let values = values_beside(name);
-    if directory.has(&values)? {
+    let pending_values = format!("{values}{NEW_VALUES}");
+    let mut names = directory.names()?.into_iter();
+    if let Some(file) = names.find(|name| *name == values || name.starts_with(&pending_values)) {
         return Err(SignError::ValuesBeside {
             path: location.name().to_owned(),
-            file: values,
+            file,
         });
     }
     let file = directory.extra_file(name)?;

@@ -3,11 +3,11 @@
 
 use std::collections::BTreeSet;
 
+use fsdp_formats::FileError;
 use fsdp_formats::complete::Problem;
 use fsdp_formats::internals::{check_records, check_transformed, on_each};
 use fsdp_formats::metadata::StorageInfo;
-use fsdp_formats::storage::ReadAt;
-use fsdp_formats::{FileError, FormatError};
+use fsdp_formats::storage::ReadAt as _;
 use fsdp_layout::TensorBox;
 
 use super::Verification;
@@ -121,21 +121,7 @@ impl Verification<'_> {
             length: file.len(),
             transforms: Vec::new(),
         };
-        let checked = match is_archive(&*file) {
-            Ok(true) => check_records(&*file, &whole_file, self.threads, self.progress),
-            Ok(false) => Ok(()),
-            Err(error) => Err(error),
-        };
-        checked.map_err(|source| directory.file_error(name, source))
+        check_records(&*file, &whole_file, self.threads, self.progress)
+            .map_err(|source| directory.file_error(name, source))
     }
-}
-
-/// Returns `true` if a file begins as a zip archive does.
-fn is_archive(file: &dyn ReadAt) -> Result<bool, FormatError> {
-    let mut start = [0; 2];
-    if file.len() < start.len() as u64 {
-        return Ok(false);
-    }
-    file.read_exact_at(0, &mut start)?;
-    Ok(start == *b"PK")
 }

@@ -190,8 +190,14 @@ impl Verification<'_> {
             let Err(error) = range.and(checked) else {
                 continue;
             };
-            if last_name.as_ref() != Some(&name) {
-                let problem = Problem::of_file(&name, &error);
+            let problem = Problem::of_file(&name, &error);
+            // An item that cannot be read has been reported with its key.
+            let is_named = self.report.problems.iter().any(|named| {
+                named.file == problem.file
+                    && named.offset.is_some()
+                    && named.offset == problem.offset
+            });
+            if !is_named && last_name.as_ref() != Some(&name) {
                 self.report.problems.push(problem);
                 last_name = Some(name);
             }
@@ -223,11 +229,7 @@ impl Verification<'_> {
             },
             Entry::Bytes(_) => Ok(ElementFindings {
                 census: None,
-                // A value that cannot be read has been reported.
-                digest: checkpoint
-                    .describe_value(fqn)
-                    .ok()
-                    .map(|value| Digest::of_value(&value)),
+                digest: Some(Digest::of_value(&checkpoint.describe_value(fqn)?)),
             }),
         });
         // Report in the order of the metadata, whichever thread was first.

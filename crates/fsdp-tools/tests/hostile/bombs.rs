@@ -117,6 +117,28 @@ fn text_that_is_referenced_many_times_is_not_copied_each_time() {
         ]),
     )]);
     assert!(error.contains("memory for metadata"), "{error}");
+
+    let path = [
+        b"cpathlib\nPosixPath\n(".as_slice(),
+        &text(&long, 0),
+        &many,
+        b"tR",
+    ]
+    .concat();
+    let meta = [
+        b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n)\x81".as_slice(),
+        &items(&[("checkpoint_id", &path)]),
+        b"b",
+    ]
+    .concat();
+    let error = error_of(&[(
+        METADATA_FILE,
+        metadata(&[
+            ("state_dict_metadata", b"}".to_vec()),
+            ("storage_meta", meta),
+        ]),
+    )]);
+    assert!(error.contains("copies of text and bytes"), "{error}");
 }
 
 #[test]
@@ -134,6 +156,21 @@ fn long_keys_that_are_nested_deep_are_not_copied_for_each_leaf() {
     pickle.push(b'.');
     let error = error_of(&[("file.pt", torch(pickle))]);
     assert!(error.contains("memory for keys"), "{error}");
+}
+
+#[test]
+fn paths_of_torch_checkpointing_are_not_nested_without_limit() {
+    let path = format!("[\"item\"{}]", ",0".repeat(100_000));
+    let metadata = items(&[
+        ("metadata", &items(&[(path.as_str(), b"]")])),
+        ("world_size", b"K\x01"),
+        ("rank_to_layout_info_mappings", b"}"),
+    ]);
+    let error = error_of(&[
+        ("metadata.pkl", [b"\x80\x02", &metadata[..], b"."].concat()),
+        ("item_0.pt", torch_with(b"}")),
+    ]);
+    assert!(error.contains("nesting"), "{error}");
 }
 
 /// Makes a zstd stream of these bytes, in which runs of one byte take four bytes for 128 KiB.
@@ -382,7 +419,7 @@ fn object(class: &str, state: &[u8]) -> Vec<u8> {
 }
 
 /// Makes a dict of these items.
-fn items(items: &[(&str, &[u8])]) -> Vec<u8> {
+pub(crate) fn items(items: &[(&str, &[u8])]) -> Vec<u8> {
     let items = items
         .iter()
         .map(|(key, value)| [&text(key, 251)[..], value].concat());

@@ -18,6 +18,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
+use crate::bombs::{error_of, items, metadata, text};
 use crate::bounded;
 
 /// Returns the error of reading all of it and converting it; nothing but the checkpoint itself may
@@ -563,20 +564,25 @@ fn safetensors_that_lie() {
             ("values.json", json.as_bytes().to_vec()),
         ]
     };
-    let long_path = format!(
-        r#"{{"format":"fsdp-values","version":1,"values":{{"v":1}},"paths":{{"a":[{}"a"],"v":["v"]}}}}"#,
-        "\"p\",".repeat(100_000)
-    );
-    let wide_path = r#"{"format":"fsdp-values","version":1,"values":{"v":1},"paths":{"a":["l",99999999999],"v":["v"]}}"#;
+    let with_paths = |tensors: &[String], paths: &str| {
+        let paths = serde_json::Value::String(paths.to_owned());
+        let tensors: Vec<String> = tensors
+            .iter()
+            .map(|key| format!(r#""{key}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#))
+            .collect();
+        let header = format!(
+            r#"{{"__metadata__":{{"fsdp.paths":{paths}}},{}}}"#,
+            tensors.join(",")
+        );
+        vec![("m.safetensors", safetensors(&header, 0))]
+    };
+    let one = ["a".to_owned()];
+    let long_path = format!(r#"{{"a":[{}"a"]}}"#, "\"p\",".repeat(100_000));
+    let many: Vec<String> = (0..200).map(|key| format!("v{key}")).collect();
     let many_wide: Vec<String> = (0..200)
         .map(|key| format!(r#""v{key}":["{key}",1048575]"#))
         .collect();
-    let many_values: Vec<String> = (0..200).map(|key| format!(r#""v{key}":1"#)).collect();
-    let many_wide = format!(
-        r#"{{"format":"fsdp-values","version":1,"values":{{{}}},"paths":{{"a":["a"],{}}}}}"#,
-        many_values.join(","),
-        many_wide.join(",")
-    );
+    let many_wide = format!("{{{}}}", many_wide.join(","));
     let mut cases = vec![
         (
             "an index that leads out",
@@ -636,9 +642,22 @@ fn safetensors_that_lie() {
             )),
             "malformed",
         ),
-        ("a long path", values(&long_path), "nesting"),
-        ("a position far away", values(wide_path), "position"),
-        ("many positions far away", values(&many_wide), "position"),
+        (
+            "a later field of values",
+            values(r#"{"format":"fsdp-values","version":1,"values":{},"paths":{}}"#),
+            "unknown field `paths`",
+        ),
+        ("a long path", with_paths(&one, &long_path), "nesting"),
+        (
+            "a position far away",
+            with_paths(&one, r#"{"a":["l",99999999999]}"#),
+            "position",
+        ),
+        (
+            "many positions far away",
+            with_paths(&many, &many_wide),
+            "position",
+        ),
     ];
     for (name, bytes, words) in [
         ("no header", with_length(0), "does not start with"),
@@ -857,6 +876,38 @@ fn metadata_that_lies() {
             "nesting",
         ),
     ]);
+}
+
+#[test]
+fn what_is_stored_under_a_key_that_the_metadata_does_not_list_is_named() {
+    let object = |class: &str, state: &[(&str, &[u8])]| {
+        let class = format!("ctorch.distributed.checkpoint.{class}\n)");
+        [class.as_bytes(), b"\x81", &items(state), b"b"].concat()
+    };
+    let index = object(
+        "metadata\nMetadataIndex",
+        &[("fqn", &text("lost", 1)), ("offset", b"N"), ("index", b"N")],
+    );
+    let info = object(
+        "filesystem\n_StorageInfo",
+        &[
+            ("relative_path", &text("__0_0.distcp", 2)),
+            ("offset", b"K\x00"),
+            ("length", b"K\x04"),
+        ],
+    );
+    let places = [b"}", &index[..], &info, b"s"].concat();
+    let error = error_of(&[
+        (
+            METADATA_FILE,
+            metadata(&[
+                ("state_dict_metadata", b"}".to_vec()),
+                ("storage_data", places),
+            ]),
+        ),
+        ("__0_0.distcp", vec![0; 4]),
+    ]);
+    assert!(error.contains("it has a place for `lost`"), "{error}");
 }
 
 /// Space is reserved before data is written: a claim that nothing stands behind must not take the

@@ -366,6 +366,14 @@ fn weights_that_cannot_be_dequantized_are_errors_that_name_them() {
     for (state, name) in [
         (vec![("a.weight", eight())], "a.weight"),
         (
+            vec![("a.weight", tensor(DType::I8, &[2, 2], vec![1; 4]))],
+            "a.weight",
+        ),
+        (
+            vec![("a.weight", tensor(DType::U8, &[2, 2], vec![1; 4]))],
+            "a.weight",
+        ),
+        (
             vec![
                 ("a.weight", eight()),
                 ("a.weight_scale", floats(&[3, 1], &[1.0; 3])),
@@ -396,6 +404,50 @@ fn weights_that_cannot_be_dequantized_are_errors_that_name_them() {
         let view = Dequantized::new(&*source, DType::BF16, None, &without).unwrap();
         assert!(view.is_empty());
     }
+}
+
+#[test]
+fn the_blocks_of_scales_are_those_of_the_configuration_and_are_never_guessed() {
+    let parent = TempDir::new().unwrap();
+    let state = |dtype, shape: [usize; 2], scales: [usize; 2]| {
+        let numbers: Vec<f32> = (0..scales[0] * scales[1])
+            .map(|index| index as f32)
+            .collect();
+        let codes = vec![1; shape[0] * shape[1]];
+        opened(&write(
+            &parent,
+            &dict(vec![
+                ("a.weight", tensor(dtype, &shape, codes)),
+                ("a.weight_scale", floats(&scales, &numbers)),
+                ("a.mask", tensor(DType::I8, &[1, 1], vec![1])),
+            ]),
+        ))
+    };
+    // Several lengths of blocks make 4 by 5 scales.
+    let ragged = state(DType::F8E4M3Fn, [200, 300], [4, 5]);
+    for (block, is_right) in [
+        (None, false),
+        (Some([128, 128]), false),
+        (Some([64, 64]), true),
+    ] {
+        let view = Dequantized::new(&*ragged, DType::F32, block, &|_| true);
+        assert_eq!(view.is_ok(), is_right, "{block:?}");
+        if let Err(error) = view {
+            let text = with_causes(&error);
+            assert!(
+                text.contains("a.weight") && text.contains("config.json"),
+                "{text}"
+            );
+        }
+    }
+    // Groups of 96, where groups of 128 would be as many.
+    let groups = state(DType::I8, [2, 192], [2, 2]);
+    let view = Dequantized::new(&*groups, DType::F32, Some([1, 96]), &|_| true).unwrap();
+    let mut bytes = [0; 8];
+    let bounds = TensorBox::new(vec![1, 95], vec![1, 2]);
+    view.read_box("a.weight", &bounds, &mut bytes).unwrap();
+    assert_eq!(bytes, [2f32.to_le_bytes(), 3f32.to_le_bytes()].concat()[..]);
+    assert_eq!(told(&view.changes(), "kept its codes"), ["a.mask"]);
 }
 
 /// A model with a training state: `state` under names or numbers, and the groups' names.

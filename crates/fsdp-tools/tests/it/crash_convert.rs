@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::open;
+use fsdp_formats::internals::values_hash;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};
@@ -209,7 +210,8 @@ fn a_single_file_and_its_values_stay_together() {
     assert_eq!((path, files), (a.clone(), vec!["a.values.json".to_owned()]));
     // Killed between two renames.
     std::fs::copy(&values_b, &values_a).unwrap();
-    std::fs::write(parent.path().join("a.values.json.new"), bytes).unwrap();
+    let pending = format!("a.values.json.new-{}", values_hash(&bytes));
+    std::fs::write(parent.path().join(pending), bytes).unwrap();
     assert!(equal(&a, &one));
     // A file without values is one, whatever lies beside it.
     let plain = parent.path().join("plain");

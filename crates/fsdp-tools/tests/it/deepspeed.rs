@@ -802,6 +802,50 @@ fn hidden_files_are_no_shards_and_shards_of_two_saves_are_refused() {
     assert!(with_causes(&refused(&path)).contains("files of two saves"));
 }
 
+#[test]
+fn a_file_of_model_states_too_many_is_refused() {
+    let ranked = "zero_pp_rank_0_mp_rank_00_model_states.pt";
+    for (name, source, extra, expected) in [
+        (
+            "deepspeed/zero3",
+            ranked,
+            "zero_pp_rank_3_mp_rank_00_model_states.pt",
+            "it is of 3 ranks, and there are files of 4",
+        ),
+        (
+            "deepspeed/zero3",
+            ranked,
+            "mp_rank_00_model_states.pt",
+            "it is of 3 ranks, and there are files of 4",
+        ),
+        (
+            "deepspeed/zero2",
+            "mp_rank_00_model_states.pt",
+            ranked,
+            "files of two saves",
+        ),
+        (
+            "deepspeed_run/universal3",
+            ranked,
+            "bf16_zero_pp_rank_0_mp_rank_00_model_states.pt",
+            "files of two saves",
+        ),
+        // A number that no rank has.
+        (
+            "deepspeed_run/universal3",
+            ranked,
+            "zero_pp_rank_18446744073709551615_mp_rank_00_model_states.pt",
+            "pipeline stages or experts",
+        ),
+    ] {
+        let parent = TempDir::new().unwrap();
+        let path = copied(&parent, "copy", name);
+        std::fs::copy(path.join(source), path.join(extra)).unwrap();
+        let error = with_causes(&refused(&path));
+        assert!(error.contains(expected), "{name} with {extra}: {error}");
+    }
+}
+
 /// Returns the bytes of a float in a pickle.
 fn pickled(number: f64) -> Vec<u8> {
     [b"G".as_slice(), &number.to_be_bytes()].concat()

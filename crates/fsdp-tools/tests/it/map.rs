@@ -239,6 +239,18 @@ fn operations_move_elements_along_any_dimension() {
 }
 
 #[test]
+fn a_matrix_of_packed_numbers_is_not_transposed() {
+    let parent = TempDir::new().unwrap();
+    let path = parent.path().join("source.safetensors");
+    let header = br#"{"w":{"dtype":"F4","shape":[4,8],"data_offsets":[0,16]}}"#;
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(&path, [&length[..], header, &[0; 16]].concat()).unwrap();
+    let map = Map::parse("w -> t | transpose", &Values::new()).unwrap();
+    let error = Mapped::new(&*opened(&path), &map).unwrap_err().to_string();
+    assert!(error.contains("are packed"), "{error}");
+}
+
+#[test]
 fn tensors_without_rows_go_through_every_operation() {
     let parent = TempDir::new().unwrap();
     let path = parent.path().join("source.safetensors");

@@ -261,6 +261,30 @@ fn an_adapter_is_added_to_its_base() {
         .unwrap();
         assert_eq!(floats(&*opened(&to), "up.weight"), found);
     }
+    // What the settings name, and the adapter does not have.
+    let path = parent.path().join("incomplete");
+    let incomplete = adapter(
+        &path,
+        r#"{"peft_type": "LORA", "lora_alpha": 2, "target_modules": ["up", "down"]}"#,
+        factors(),
+    );
+    let base = vec![
+        ("up.weight", tensor(&[3, 2], &weight)),
+        ("down.weight", tensor(&[3, 2], &weight)),
+        ("head.weight", tensor(&[3, 2], &weight)),
+    ];
+    let base = file(&parent.path().join("base-of-two.pt"), base);
+    let config = LoraConfig::read(path.as_path()).unwrap();
+    let merged = Lora::new(&*base, &*incomplete, &config).unwrap();
+    assert_eq!(told(&merged.changes(), "got no update"), ["down.weight"]);
+    std::fs::write(
+        path.join("adapter_config.json"),
+        r#"{"peft_type": "LORA", "lora_alpha": 2, "modules_to_save": ["head"]}"#,
+    )
+    .unwrap();
+    let config = LoraConfig::read(path).unwrap();
+    let error = with_causes(&Lora::new(&*base, &*incomplete, &config).unwrap_err());
+    assert!(error.contains("save the module `head` whole"), "{error}");
     // The weight the other way round.
     let base = file(
         &parent.path().join("conv1d.pt"),
@@ -618,6 +642,33 @@ fn weights_that_cannot_be_averaged_are_not_mixed_with_averages() {
             "{text}"
         );
         assert!(Average::new(vec![&*first], &[]).is_ok());
+    }
+}
+
+#[test]
+fn scales_of_quantized_weights_are_not_averaged() {
+    let parent = tempfile::tempdir().unwrap();
+    for (codes, dtype, scale) in [
+        ("proj.weight", DType::I8, "proj.weight_scale"),
+        ("proj.qweight", DType::I32, "proj.scales"),
+        ("proj.weight", DType::U8, "proj.weight.absmax"),
+    ] {
+        let [first, second] = [1.0, 3.0].map(|number| {
+            let codes_value = PlainValue::Tensor(PlainTensor {
+                dtype,
+                shape: vec![2, 2],
+                data: vec![1; 4 * dtype.size_in_bytes() as usize],
+            });
+            file(
+                &parent.path().join(number.to_string()),
+                vec![(codes, codes_value), (scale, tensor(&[2], &[number; 2]))],
+            )
+        });
+        let text = with_causes(&Average::new(vec![&*first, &*second], &[]).unwrap_err());
+        assert!(
+            text.contains(&format!("`{scale}` belongs to quantized weights")),
+            "{text}"
+        );
     }
 }
 

@@ -145,6 +145,26 @@ fn what_only_the_first_rank_saved_is_an_item() {
 }
 
 #[test]
+fn a_file_that_is_one_opaque_value_is_reported_where_it_cannot_be_read() {
+    let (_parent, path) = copied("kinds");
+    let log = path.join("log.json");
+    fs::write(&log, vec![b' '; 17 << 20]).unwrap();
+    let source = opened(&path);
+    fs::File::options()
+        .write(true)
+        .open(&log)
+        .and_then(|file| file.set_len(1 << 20))
+        .unwrap();
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
+    let problems: Vec<_> = report
+        .problems
+        .iter()
+        .map(|problem| (problem.fqn.as_deref(), problem.file.as_deref()))
+        .collect();
+    assert_eq!(problems, [(Some("log"), Some("log.json"))]);
+}
+
+#[test]
 fn one_ranks_file_is_not_taken_for_a_whole_checkpoint() {
     for file in [
         "kinds/weights/part-1.safetensors",

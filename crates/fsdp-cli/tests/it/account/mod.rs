@@ -472,6 +472,22 @@ fn check_random_reshard(random: &mut Random, places: &mut Places) {
     );
 }
 
+/// Returns `true` for the key of a scale beside a weight of integers.
+fn is_scale_of_integers(state: &State, key: &str) -> bool {
+    let (parent, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let weight = format!("{parent}.weight");
+    let is_integer = |item: &PlainValue| {
+        let PlainValue::Tensor(tensor) = item else {
+            return false;
+        };
+        matches!(tensor.dtype, DType::U8 | DType::I32 | DType::I64)
+    };
+    ["scale", "weight_scale"].contains(&name)
+        && state
+            .get(weight.trim_start_matches('.'))
+            .is_some_and(is_integer)
+}
+
 /// Returns `true` for a tensor of 8-bit floats.
 fn is_8_bit_float(item: &PlainValue) -> bool {
     let PlainValue::Tensor(tensor) = item else {
@@ -507,10 +523,10 @@ fn check_random_average(random: &mut Random, places: &mut Places) {
         .iter()
         .map(|path| read_state(&*opened(path)))
         .collect();
-    // There is no average of 8-bit floats.
+    // There is no average of 8-bit floats, nor of the scales of integers.
     let excluded: Vec<String> = states[0]
         .iter()
-        .filter(|(_, item)| is_8_bit_float(item))
+        .filter(|(key, item)| is_8_bit_float(item) || is_scale_of_integers(&states[0], key))
         .map(|(key, _)| key.clone())
         .collect();
     for key in &excluded {

@@ -117,7 +117,7 @@ impl CheckpointReader {
         let metadata = match metadata_parts.len() {
             0 => return Err(not_committed_error(path, missing_metadata_reason(path))),
             1 => metadata_parts.swap_remove(0),
-            _ => Metadata::merge(metadata_parts),
+            _ => Metadata::merge(metadata_parts).map_err(|source| source.in_file(path))?,
         };
         Ok(CheckpointReader {
             checks_records: options.verify && !directory.has_integrity(),

@@ -118,6 +118,7 @@ impl Storage for LocalStorage {
     }
 
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
+        self.check_target()?;
         let durable = durable.within(&self.files);
         let stage = LocalStage::prepare(&durable, &self.path, overwrite)?;
         Ok(Box::new(stage))
