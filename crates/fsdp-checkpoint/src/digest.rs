@@ -3,7 +3,8 @@
 
 use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;
-use fsdp_state::{LoadError as _, digest_state_dict};
+use fsdp_nn::is_running_statistic;
+use fsdp_state::{LoadError as _, StateDict, StateValue, digest_state_dict};
 
 use crate::error::CheckpointError;
 use crate::stateful::Stateful;
@@ -27,7 +28,8 @@ pub fn state_digest(
 
 /// Checks that ranks which hold the same part of a run hold the same bits: under [`NoShard`],
 /// replicas of [`HybridShard`], and values that are on all ranks. Tied parameters share their
-/// memory, so that there is nothing to compare.
+/// memory, so that there is nothing to compare. Running statistics of batch norm are not compared:
+/// each rank has those of its own batches.
 ///
 /// Call it now and then, such as after every 100 steps: memory errors and operations whose result
 /// depends on the rank are found before they spread. Collectives: an agreement, and those of
@@ -44,7 +46,21 @@ pub fn check_replicas(
     stateful: &impl Stateful,
     group: &ProcessGroup,
 ) -> Result<(), CheckpointError> {
-    let (state, _guard) =
+    let (mut state, _guard) =
         CheckpointError::agree(group, "check_replicas", None, stateful.state_to_save())?;
+    remove_running_statistics(&mut state);
     Ok(fsdp_state::check_replicas(&state, group)?)
+}
+
+/// Removes the running statistics of batch norm from a state dict and those inside of it.
+fn remove_running_statistics(state: &mut StateDict) {
+    let names: Vec<String> = state.keys().map(str::to_owned).collect();
+    for name in names.iter().filter(|name| is_running_statistic(name)) {
+        state.remove(name);
+    }
+    for (_, value) in state.iter_mut() {
+        if let StateValue::Dict(inner) = value {
+            remove_running_statistics(inner);
+        }
+    }
 }

@@ -29,7 +29,8 @@ pub const STORAGE_DEADLINE: Duration = Duration::from_secs(30 * 60);
 /// The options of a save; the same on every rank.
 #[derive(Debug, Clone, Default)]
 pub struct SaveOptions {
-    /// `true` to replace an existing checkpoint. It stays whole until the new one is committed.
+    /// `true` to replace an existing checkpoint. It stays whole until the new one is committed. A
+    /// symbolic link is never replaced: save to what it leads to.
     pub overwrite: bool,
     /// The rule for which of several ranks that hold the same values writes them.
     pub deduplicate: Deduplicate,

@@ -379,7 +379,8 @@ impl<M> TrainState<M> {
                 // Model and optimizers are taken as a whole.
                 let part = live_part(key).unwrap_or(key);
                 let is_model = takes_model && part != OPTIM;
-                !is_model && !options.includes(part)
+                let is_absent = absent.iter().any(|absent| is_part_of(part, absent));
+                !is_model && (is_absent || !options.includes(part))
             });
         }
         // Step 2: leave out what a load that is not strict need not take.
@@ -434,8 +435,8 @@ impl<M> TrainState<M> {
     }
 
     /// Returns the keys that are asked for, but that neither this run nor the checkpoint has. The
-    /// model and the optimizers are loaded as a whole, so what lies below their keys is no key
-    /// either.
+    /// model, the optimizers and each value are loaded as a whole, so what lies inside of them is no
+    /// key either.
     fn absent_parts(
         &self,
         values: &StateDict,
@@ -447,6 +448,11 @@ impl<M> TrainState<M> {
             MODEL => false,
             OPTIM if !self.optimizers.is_empty() => false,
             part if part != OPTIM && live_part(part).is_some() => true,
+            part if self.is_inside_value(part, checkpoint) => {
+                // It is loaded with the value if that is asked for too.
+                let mut wanted = options.only.iter().flatten();
+                !wanted.any(|other| other != part && is_part_of(part, other))
+            }
             part => {
                 let saved_keys = checkpoint.metadata().entries.keys().map(String::as_str);
                 !values
@@ -456,6 +462,18 @@ impl<M> TrainState<M> {
             }
         });
         absent
+    }
+
+    /// Returns `true` if a key is that of a part of a value, in this run or in the checkpoint.
+    fn is_inside_value(&self, part: &str, checkpoint: &dyn Checkpoint) -> bool {
+        let is_around = |key: &str| key != part && is_part_of(part, key);
+        let mut saved_paths = checkpoint.metadata().planner_data.iter().flatten();
+        !self.values.contains_key(part)
+            && (self.values.keys().any(is_around)
+                || saved_paths.any(|(_, path)| match &path.0[..] {
+                    [PathPart::Key(first), _, ..] => is_around(first),
+                    _ => false,
+                }))
     }
 
     /// Loads the model, the optimizers and the values, or only checks that they can be loaded.

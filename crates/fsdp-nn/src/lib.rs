@@ -40,6 +40,8 @@ pub use algorithm::Algorithm;
 pub use config::{BackwardPrefetch, FsdpConfig, MixedPrecision, ShardingStrategy};
 pub use error::{BuildError, NnError, Result, ScalerError, StateDictError};
 pub use exchange::Unchanged;
+#[doc(hidden)]
+pub use model::is_running_statistic;
 pub use model::{
     CommHook, FullParameters, FullyShardedDataParallel, Scope, ShardedParameters, fully_sharded,
     parameters, scope,

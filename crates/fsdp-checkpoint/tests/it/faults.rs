@@ -396,32 +396,37 @@ fn only_committed_steps_are_listed() {
     assert!(matches!(missing, Err(CheckpointError::Directory { .. })));
 }
 
+/// Checks that a save that may overwrite fails on every rank with an error that contains `expected`.
+fn assert_not_replaced(path: &Path, expected: &str) {
+    let errors = save_on(2, path, 1.0, Durable::new())
+        .into_iter()
+        .map(|saved| saved.unwrap_err().to_string());
+    for error in errors {
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn a_file_is_not_replaced_by_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("notes");
     std::fs::write(&path, "mine").unwrap();
-    let errors = run_local(2, |group| {
-        let options = SaveOptions {
-            overwrite: true,
-            ..SaveOptions::default()
-        };
-        save(
-            path.as_path(),
-            &StateDict::from_iter([("step", 1i64.into())]),
-            &group,
-            &options,
-        )
-        .unwrap_err()
-        .to_string()
-    })
-    .unwrap();
-    assert!(
-        errors
-            .iter()
-            .all(|error| error.contains("cannot be replaced by a directory")),
-        "{errors:?}"
-    );
+    assert_not_replaced(&path, "cannot be replaced by a directory");
     assert_eq!(std::fs::read(&path).unwrap(), b"mine");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_symbolic_link_is_not_replaced_by_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let (elsewhere, link) = (dir.path().join("elsewhere"), dir.path().join("checkpoint"));
+    std::fs::create_dir(&elsewhere).unwrap();
+    for leads_to in [elsewhere.as_path(), Path::new("nowhere")] {
+        std::os::unix::fs::symlink(leads_to, &link).unwrap();
+        assert_not_replaced(&link, "is a symbolic link, which is never replaced");
+        assert_eq!(std::fs::read_link(&link).unwrap(), leads_to);
+        std::fs::remove_file(&link).unwrap();
+    }
+    assert_eq!(entries(dir.path()), [elsewhere]);
 }

@@ -20,5 +20,6 @@ mod summon;
 
 pub use fully_sharded::{CommHook, FullyShardedDataParallel};
 pub use parameters::ShardedParameters;
+pub use registry::is_running_statistic;
 pub use scope::Scope;
 pub use summon::FullParameters;

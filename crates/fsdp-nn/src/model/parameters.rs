@@ -325,9 +325,10 @@ impl ShardedParameters {
     /// communication.
     ///
     /// # Errors
-    /// An unknown name, another shape or dtype, boxes that are not covered, or
-    /// [`NnError::UnitInUse`].
+    /// An unknown name, another shape or dtype, boxes that are not covered, [`NnError::UnitInUse`],
+    /// or [`NnError::Swapped`].
     pub fn set_parameter(&self, fqn: &str, values: &ShardedTensor) -> Result<()> {
+        self.check_not_swapped()?;
         let (handle, param) = self.place(fqn)?;
         let target = handle.sharded_param(param)?;
         check_values(fqn, values, &target)?;

@@ -467,7 +467,8 @@ fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Resu
 
 /// Returns `true` for the names by which candle's batch norm requests its running statistics, which
 /// are buffers.
-fn is_running_statistic(name: &str) -> bool {
+#[must_use]
+pub fn is_running_statistic(name: &str) -> bool {
     matches!(
         name.rsplit('.').next(),
         Some("running_mean" | "running_var")

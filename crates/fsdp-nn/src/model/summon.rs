@@ -123,9 +123,9 @@ impl FullParameters<'_> {
     /// parts of different values would be mixed in one parameter.
     ///
     /// # Errors
-    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and
-    /// [`NnError::UnitInUse`] while somebody else uses a unit. One rank's error is every rank's,
-    /// and changes nothing.
+    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values,
+    /// [`NnError::UnitInUse`] while somebody else uses a unit, and [`NnError::Swapped`]. One rank's
+    /// error is every rank's, and changes nothing.
     pub fn write_back(self) -> Result<()> {
         let FullParameters {
             parameters,
@@ -135,7 +135,10 @@ impl FullParameters<'_> {
         } = self;
         // The guards would refuse the reshard and the change of values.
         drop(guards);
-        let prepared = parameters.reshard().and_then(|()| {
+        let ready = parameters
+            .check_not_swapped()
+            .and_then(|()| parameters.reshard());
+        let prepared = ready.and_then(|()| {
             let values = replaced_names
                 .iter()
                 .filter_map(|fqn| tensors.get_key_value(fqn));

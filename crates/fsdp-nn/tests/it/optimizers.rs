@@ -662,6 +662,11 @@ fn a_model_that_has_its_average_is_not_trained_or_loaded() {
         assert!(parameters.has_average());
         let of_average = values(&model);
         assert!(of_average != weights);
+        let name = parameters.fqns().next().unwrap();
+        let weight = parameters.parameter(name).unwrap();
+        let mut whole = parameters.summon_full_params().unwrap();
+        let doubled = (whole.get(name).unwrap() * 2.0).unwrap();
+        whole.set(name, doubled).unwrap();
         let options = StateDictOptions::default();
         let state = get_model_state_dict(parameters, &options).unwrap();
         for refused in [
@@ -671,6 +676,8 @@ fn a_model_that_has_its_average_is_not_trained_or_loaded() {
             other.update(),
             AveragedModel::new(parameters, 0.5).map(drop),
             set_model_state_dict(&state, parameters, &options).map(drop),
+            parameters.set_parameter(name, &weight),
+            whole.write_back(),
         ] {
             let error = refused.unwrap_err();
             assert!(

@@ -151,7 +151,7 @@ fn a_part_that_the_checkpoint_lacks_is_an_error_on_every_rank() {
 fn a_part_that_nobody_has_is_missing() {
     let dir = tempfile::tempdir().unwrap();
     saved(dir.path());
-    for part in ["modle", "model.head", "optim.state", "dat"] {
+    for part in ["modle", "model.head", "optim.state", "dat", "data.position"] {
         for strict in [true, false] {
             let found = missing(dir.path(), &[part], strict);
             if strict {

@@ -1,12 +1,16 @@
 //! Replicas that drift apart are found, and the rank is named.
 
-use candle_core::Tensor;
-use fsdp_checkpoint::{CheckpointError, Stateful as _, check_replicas};
+use candle_core::{Device, Tensor};
+use candle_nn::{BatchNorm, ModuleT as _, batch_norm};
+use fsdp_checkpoint::{
+    CheckpointError, LoadOptions, SaveOptions, Stateful as _, TrainState, check_replicas,
+    load_whole, save,
+};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::HostSliceMut;
 use fsdp_layout::DeviceMesh;
-use fsdp_nn::{FsdpConfig, ShardingStrategy};
-use fsdp_state::{StateError, StateValue};
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy};
+use fsdp_state::{StateDict, StateError, StateValue};
 
 use crate::in_place::training::{Run, adamw, build, step};
 
@@ -131,4 +135,43 @@ fn shards_are_no_replicas_but_values_on_all_ranks_are() {
             .all(|error| error == "replicas differ: `step` on rank 2"),
         "{errors:?}"
     );
+}
+
+/// Returns the running mean and variance of a run's batch norm.
+fn running_statistics(state: &StateDict) -> [Vec<f32>; 2] {
+    let model = state.dict("model").unwrap();
+    ["running_mean", "running_var"].map(|name| {
+        let tensor = model.get(name).and_then(StateValue::as_tensor).unwrap();
+        tensor.to_vec1().unwrap()
+    })
+}
+
+#[test]
+fn running_statistics_are_no_replicas_and_those_of_the_lowest_rank_are_saved_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    let of_ranks = run_local(3, |group| {
+        let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+            batch_norm(4, 1e-5, scope.vb())
+        })
+        .unwrap();
+        let optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        let mut run: TrainState<BatchNorm> = TrainState::new(model, vec![optimizer]);
+        let x: Vec<f32> = (0..12)
+            .map(|i| ((i * 7) % 5 * (group.rank() + 1)) as f32)
+            .collect();
+        let x = Tensor::from_vec(x, (3, 4), &Device::Cpu).unwrap();
+        let loss = |norm: &BatchNorm| norm.forward_t(&x, true)?.sqr()?.sqr()?.mean_all();
+        let loss = run.model.forward(loss).unwrap();
+        run.model.backward(&loss).unwrap();
+        run.optimizers[0].step().unwrap();
+        check_replicas(&run, &group).unwrap();
+        let state = run.state_dict().unwrap();
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        running_statistics(&state)
+    })
+    .unwrap();
+    assert!(of_ranks[0] != of_ranks[1] && of_ranks[1] != of_ranks[2]);
+    let saved = load_whole(path.as_path(), &[], &LoadOptions::default()).unwrap();
+    assert_eq!(running_statistics(&saved), of_ranks[0]);
 }
