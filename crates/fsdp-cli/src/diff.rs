@@ -32,7 +32,7 @@ pub(crate) struct DiffArguments {
     second: Location,
     /// Largest absolute difference of two numbers that counts as equal [default: 0, bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
-          value_parser = parse_not_negative)]
+          value_parser = parse_not_negative, allow_negative_numbers = true)]
     tolerance: f64,
     /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
     #[arg(long)]

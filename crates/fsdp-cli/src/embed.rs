@@ -85,7 +85,11 @@ mod tests {
             ),
             (
                 &["diff", "a", "b", "--tolerance", "-1"],
-                "unexpected argument '-1' found",
+                "invalid value '-1' for '--tolerance <X>': it must be a finite number that is not negative",
+            ),
+            (
+                &["diff", "a", "b", "--tolerant"],
+                "unexpected argument '--tolerant' found",
             ),
         ] {
             let (outcome, _) = report(arguments.iter().map(OsString::from), Arc::default());

@@ -25,7 +25,7 @@ use crate::text::escaped;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A
-checkpoint that is being read stays, and so does one whose directory has files that do not belong to it, or that a link
+checkpoint that a program of fsdp is reading stays, and so does one whose directory has files that do not belong to it, or that a link
 in RUN, or in the folder of the checkpoints, leads to. Files that an incremental save shares with a checkpoint that stays
 are not lost: each has a link of its own.")]
 pub(crate) struct PruneArguments {

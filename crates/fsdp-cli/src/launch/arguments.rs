@@ -145,14 +145,28 @@ impl LaunchArguments {
         let nnodes = self.nnodes.get();
         let node_rank = self.node_rank;
         let has_several_nodes = nnodes > 1;
+        let may_shrink = self.nproc.minimum < self.nproc.maximum;
         // The launchers of several nodes do not talk to each other, so none knows what another has
         // left.
-        if has_several_nodes && self.nproc.minimum < self.nproc.maximum {
+        if has_several_nodes && may_shrink {
             bail!(usage_error(
                 format!(
                     "the number of processes can change only on one node, and there are {nnodes}"
                 ),
                 "give `--nproc` one number",
+            ));
+        }
+        if may_shrink && self.max_restarts == 0 {
+            bail!(usage_error(
+                "a job of MIN:MAX processes shrinks when it is started again, and it never is",
+                "allow that with `--max-restarts`, or give `--nproc` one number",
+            ));
+        }
+        if !may_shrink && self.regrow_after.is_some() {
+            bail!(usage_error(
+                "`--regrow-after` is for a job that may shrink, and this one always has all \
+                 processes",
+                "give `--nproc` as MIN:MAX, or leave `--regrow-after` out",
             ));
         }
         if node_rank >= nnodes {

@@ -247,7 +247,8 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = MODEL, long, value_name = "Z")]
     pub(super) seed: Option<u64>,
     /// Learning rate [default: 0.001]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = parse_not_negative)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = parse_not_negative,
+          allow_negative_numbers = true)]
     pub(super) lr: Option<f64>,
     /// The way in which the learning rate falls to 0, or not at all [default: constant]
     #[arg(help_heading = OPTIMIZER, long,
@@ -287,7 +288,8 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = SHARDING, long)]
     pub(super) cpu_offload: bool,
     /// Scale gradients down so that their norm over all parameters is at most this
-    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", value_parser = parse_positive)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", value_parser = parse_positive,
+          allow_negative_numbers = true)]
     pub(super) clip_grad_norm: Option<f64>,
     /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the
     /// update of that step

@@ -227,6 +227,26 @@ fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back()
         .assert()
         .code(2)
         .stderr(contains("can change only on one node"));
+    let never_started_again = ["launch", "--nproc", "1:2", "--", "true"];
+    fsdp(&never_started_again)
+        .assert()
+        .code(2)
+        .stderr(contains("`--max-restarts`"));
+    let never_shrinks = [
+        "launch",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+        "--regrow-after",
+        "60",
+        "--",
+        "true",
+    ];
+    fsdp(&never_shrinks)
+        .assert()
+        .code(2)
+        .stderr(contains("give `--nproc` as MIN:MAX"));
     for wrong in ["0", "3:2", "1:2:3", "2:", "2000"] {
         launch(wrong, &["true"])
             .assert()

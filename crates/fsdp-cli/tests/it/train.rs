@@ -316,7 +316,7 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
     fs::write(&empty, "").unwrap();
     fs::write(&short, "too short").unwrap();
     let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
-    let cases: [(&[&str], u8, &str); 14] = [
+    let cases: [(&[&str], u8, &str); 15] = [
         (
             &["--nproc", "0"],
             exit_codes::USAGE,
@@ -352,6 +352,11 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
             &["--heads", "3"],
             exit_codes::USAGE,
             "hidden width 64 cannot be shared by 3 heads",
+        ),
+        (
+            &["--lr", "-1"],
+            exit_codes::USAGE,
+            "it must be a finite number that is not negative",
         ),
         (
             &["--strategy", "half-shard"],
