@@ -435,8 +435,8 @@ impl<M> TrainState<M> {
     }
 
     /// Returns the keys that are asked for, but that neither this run nor the checkpoint has. The
-    /// model, the optimizers and each value are loaded as a whole, so what lies inside of them is no
-    /// key either.
+    /// model, the optimizers and each value are loaded as a whole, so what lies inside of them is
+    /// no key either.
     fn absent_parts(
         &self,
         values: &StateDict,

@@ -103,7 +103,7 @@ pub mod internals {
     pub use crate::pickle::{parse, write as pickle_write};
     pub use crate::torch::tensor_ref::{check_writable, write_tensor};
     pub use crate::torch::value::{decode_value, encode_value, value_of, write_value};
-    pub use crate::zip::{ArchiveLayout, Directory, ROOT, check_records};
+    pub use crate::zip::{ArchiveLayout, Directory, ROOT, check_records, is_archive};
 
     // The texts in the headers of safetensors files, and the names of the files that belong to
     // them: reading and writing must agree on each.

@@ -396,7 +396,8 @@ fn only_committed_steps_are_listed() {
     assert!(matches!(missing, Err(CheckpointError::Directory { .. })));
 }
 
-/// Checks that a save that may overwrite fails on every rank with an error that contains `expected`.
+/// Checks that a save that may overwrite fails on every rank with an error that contains
+/// `expected`.
 fn assert_not_replaced(path: &Path, expected: &str) {
     let errors = save_on(2, path, 1.0, Durable::new())
         .into_iter()

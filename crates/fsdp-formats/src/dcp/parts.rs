@@ -84,8 +84,8 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
         }
         rank_metadata.push(reader.metadata().clone());
     }
-    let metadata =
-        Metadata::merge(rank_metadata).map_err(|source| source.in_file(target.name()))?;
+    let metadata = Metadata::merge(rank_metadata)
+        .map_err(|reason| malformed(&reason).in_file(target.name()))?;
     let encoded = encode(&metadata);
     commit(staging, &encoded, &[report], None, None).map(drop)
 }

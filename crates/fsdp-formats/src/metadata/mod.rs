@@ -17,8 +17,6 @@ use serde::{Deserialize, Serialize};
 pub use decode::decode;
 pub use encode::{encode, encode_in_pieces};
 
-use crate::error::FormatError;
-
 /// The name of the metadata file in a checkpoint's directory: its presence is what makes the
 /// directory a checkpoint.
 pub const METADATA_FILE: &str = ".metadata";
@@ -227,8 +225,8 @@ impl Metadata {
     /// other copies are noted as [`Metadata::replicas`].
     ///
     /// # Errors
-    /// A tensor that has another dtype or shape in another part.
-    pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Result<Metadata, FormatError> {
+    /// The reason: a tensor that has another dtype or shape in another part.
+    pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Result<Metadata, String> {
         let mut merged = Metadata::default();
         // The boxes of each tensor that are there already.
         let mut known_boxes: HashMap<String, HashSet<TensorBox>> = HashMap::new();
@@ -255,7 +253,7 @@ impl Metadata {
         fqn: String,
         entry: Entry,
         known_boxes: &mut HashMap<String, HashSet<TensorBox>>,
-    ) -> Result<(), FormatError> {
+    ) -> Result<(), String> {
         let Some(merged) = self.entries.get_mut(&fqn) else {
             self.entries.insert(fqn, entry);
             return Ok(());
@@ -304,18 +302,13 @@ impl Metadata {
 }
 
 /// Checks that a tensor has the same dtype and shape in two parts of a metadata.
-fn check_same_tensor(
-    fqn: &str,
-    first: &TensorEntry,
-    second: &TensorEntry,
-) -> Result<(), FormatError> {
+fn check_same_tensor(fqn: &str, first: &TensorEntry, second: &TensorEntry) -> Result<(), String> {
     let [first, second] = [first, second].map(|tensor| (tensor.properties.dtype, &tensor.shape));
     if first == second {
         return Ok(());
     }
-    let reason = format!(
+    Err(format!(
         "`{fqn}` is a `{}` tensor of shape {:?} on one rank, and a `{}` tensor of shape {:?} on another",
         first.0, first.1, second.0, second.1
-    );
-    Err(FormatError::malformed("checkpoint", reason))
+    ))
 }

@@ -35,9 +35,9 @@ pub struct SelectedItem {
 /// The rule for which of several ranks that hold the same chunk writes it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Deduplicate {
-    /// The one with the fewest bytes so far. Small tensors that ranks hold whole, such as the running
-    /// statistics in a model's buffers, come from the lowest rank all the same: each rank may have
-    /// its own, and those of two ranks do not go together.
+    /// The one with the fewest bytes so far. Small tensors that ranks hold whole, such as the
+    /// running statistics in a model's buffers, come from the lowest rank all the same: each rank
+    /// may have its own, and those of two ranks do not go together.
     #[default]
     Balanced,
     /// The lowest (torch's `dedup_save_to_lowest_rank`).

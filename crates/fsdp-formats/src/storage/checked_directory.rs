@@ -279,7 +279,8 @@ impl CheckedDirectory {
         let hashes = self.required_hashes(relative)?;
         let opened = Arc::new(self.make_checked_file(opened, relative, hashes));
         let mut files = lock(&self.files);
-        // If another thread has opened it too, both take the same one, which keeps what was checked.
+        // If another thread has opened it too, both take the same one, which keeps what was
+        // checked.
         if let Some(file) = files.get(relative) {
             return Ok(file.clone());
         }

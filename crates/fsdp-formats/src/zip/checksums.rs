@@ -16,11 +16,11 @@ pub fn check_records(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<()> {
     let item = Window::new(file, stored.offset, stored.length)?;
-    // Items of the SAFETENSORS format are no archives, and have no checksums.
-    if !is_archive(&item)? {
-        return Ok(());
-    }
-    let archive = Directory::read(&item).or_else(|_| Directory::read_rootless(&item))?;
+    let archive = match Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) {
+        // Items of the SAFETENSORS format are no archives, and have no checksums.
+        Err(FormatError::Archive { .. }) if !is_archive(&item)? => return Ok(()),
+        archive => archive?,
+    };
     let records: Vec<(&String, &Record)> = archive.records.iter().collect();
     let outcomes = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
@@ -60,8 +60,8 @@ pub(crate) fn check_records_in_memory(item: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Returns `true` if bytes begin as a zip archive does.
-fn is_archive(item: &dyn ReadAt) -> Result<bool> {
+/// Returns `true` if an item or a file begins as a zip archive does.
+pub fn is_archive(item: &dyn ReadAt) -> Result<bool> {
     let mut start = [0; 4];
     if item.len() < start.len() as u64 {
         return Ok(false);

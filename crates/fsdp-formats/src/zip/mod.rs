@@ -22,8 +22,8 @@ mod layout;
 mod read;
 mod stored;
 
-pub use checksums::check_records;
 pub(crate) use checksums::check_records_in_memory;
+pub use checksums::{check_records, is_archive};
 pub(crate) use inflate::{Deflated, ReadStates};
 pub use layout::ArchiveLayout;
 #[cfg(test)]

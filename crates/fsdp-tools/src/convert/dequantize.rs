@@ -265,7 +265,8 @@ fn find_block(
             (count == 1).then_some(size),
             (count == size).then_some(1),
             configured.or(Some(USUAL_BLOCK)),
-            // Blocks that are not ragged have a power of two, unless the configuration says another.
+            // Blocks that are not ragged have a power of two, unless the configuration says
+            // another.
             size.checked_div(count).filter(|length| {
                 configured.is_none() && length.is_power_of_two() && size.is_multiple_of(*length)
             }),

@@ -95,7 +95,7 @@ pub fn check_conversion(
     with_written(source, target, options, |_| Ok(()))
 }
 
-/// What a conversion writes.
+/// The content of a conversion.
 struct Written<'s> {
     /// The source, without what is left out.
     source: &'s dyn Checkpoint,
@@ -160,7 +160,7 @@ fn with_written<T>(
     })
 }
 
-/// Writes what a conversion writes, and returns the report of it.
+/// Writes the content of a conversion, and returns the report of it.
 fn write(
     written: Written<'_>,
     destination: &Location,

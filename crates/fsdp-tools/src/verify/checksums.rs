@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use fsdp_formats::FileError;
 use fsdp_formats::complete::Problem;
-use fsdp_formats::internals::{check_records, check_transformed, on_each};
+use fsdp_formats::internals::{check_records, check_transformed, is_archive, on_each};
 use fsdp_formats::metadata::StorageInfo;
 use fsdp_formats::storage::ReadAt as _;
 use fsdp_layout::TensorBox;
@@ -121,7 +121,11 @@ impl Verification<'_> {
             length: file.len(),
             transforms: Vec::new(),
         };
-        check_records(&*file, &whole_file, self.threads, self.progress)
-            .map_err(|source| directory.file_error(name, source))
+        let checked = match is_archive(&*file) {
+            Ok(true) => check_records(&*file, &whole_file, self.threads, self.progress),
+            Ok(false) => Ok(()),
+            Err(error) => Err(error),
+        };
+        checked.map_err(|source| directory.file_error(name, source))
     }
 }

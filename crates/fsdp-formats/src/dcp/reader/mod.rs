@@ -14,7 +14,7 @@ use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::budget::Budget;
 use crate::dcp::item::KnownItem;
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
 use crate::metadata::{METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::safetensors::header::Header;
@@ -117,7 +117,8 @@ impl CheckpointReader {
         let metadata = match metadata_parts.len() {
             0 => return Err(not_committed_error(path, missing_metadata_reason(path))),
             1 => metadata_parts.swap_remove(0),
-            _ => Metadata::merge(metadata_parts).map_err(|source| source.in_file(path))?,
+            _ => Metadata::merge(metadata_parts)
+                .map_err(|reason| FormatError::malformed("checkpoint", reason).in_file(path))?,
         };
         Ok(CheckpointReader {
             checks_records: options.verify && !directory.has_integrity(),
