@@ -103,9 +103,12 @@ impl ProcessGroup {
         decode(&call, &objects[root])
     }
 
-    /// Moves the `values` of this rank in an operation of their own. If the `arguments` are wrong,
-    /// or a value cannot be encoded, the operation fails on all ranks. See
-    /// [`Turn::exchange_objects`](crate::group::Turn::exchange_objects).
+    /// Encodes the `values` of this rank and moves them in `direction`, as the operation `call`:
+    /// one value for each rank in a scatter, else one for all. Returns the encoded object from each
+    /// rank, which is empty if there is none.
+    ///
+    /// # Errors
+    /// On all ranks: `arguments` that are wrong, or a value that cannot be encoded, on any of them.
     fn exchange<'v, T: Serialize + 'v>(
         &self,
         call: &Call,

@@ -188,7 +188,8 @@ impl PlainValue {
         }
     }
 
-    /// Returns the value of an unsigned integer.
+    /// Makes the value of an unsigned integer: a [`PlainValue::Int`], or a [`PlainValue::BigInt`]
+    /// if it does not fit in one.
     #[must_use]
     pub fn unsigned(integer: u64) -> Self {
         match i64::try_from(integer) {

@@ -47,7 +47,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
             return Err(pickle.invalid_error(key, "the same key stands twice in the metadata"));
         }
     }
-    // What is stored under such a key would be lost without a word.
+    // Readers take the keys of entries. They would pass over bytes that are stored for another key.
     let stored_keys = storage_data.keys().map(|(fqn, _)| *fqn);
     let unlisted_keys = stored_keys.filter(|fqn| !entries.contains_key(*fqn));
     if let Some(fqn) = unlisted_keys.min() {

@@ -111,38 +111,38 @@ impl<'m> Roles<'m> {
     pub(crate) fn is_scale(&self, fqn: &str) -> bool {
         find_scale_word(last_part(fqn)).is_some() && self.quantized_places.contains(parent_of(fqn))
     }
+}
 
-    /// Returns `true` for a scale, a zero point or a table of codes of a weight of integers, which
-    /// is found under one of the names that it may have.
-    pub(crate) fn is_scale_of_integers(&self, metadata: &Metadata, fqn: &str) -> bool {
-        let (parent, name) = (parent_of(fqn), last_part(fqn));
-        let Some(word_start) = find_scale_word(name) else {
-            return false;
-        };
-        let is_codes = |key: &str| {
-            metadata.tensor(key).is_some_and(|tensor| {
-                let dtype = tensor.properties.dtype;
-                !dtype.is_float() && dtype != DType::Bool && is_quantized(key, dtype)
+/// Returns `true` for a scale, a zero point or a table of codes whose weight is in the metadata,
+/// and is of integers. The weight is looked for under the names that quantizers give it.
+pub(crate) fn is_scale_of_integers(metadata: &Metadata, fqn: &str) -> bool {
+    let (parent, name) = (parent_of(fqn), last_part(fqn));
+    let Some(word_start) = find_scale_word(name) else {
+        return false;
+    };
+    let is_codes = |key: &str| {
+        metadata.tensor(key).is_some_and(|tensor| {
+            let dtype = tensor.properties.dtype;
+            !dtype.is_float() && dtype != DType::Bool && is_quantized(key, dtype)
+        })
+    };
+    let before = name[..word_start].trim_end_matches(['_', ':']);
+    let beside = ["", "_blocks", "_packed", ":qdata"].map(|end| format!("{before}{end}"));
+    is_codes(parent)
+        || beside
+            .iter()
+            .map(String::as_str)
+            .chain([
+                "weight",
+                "qweight",
+                "codes",
+                "W_q",
+                "_data",
+                "weight_packed",
+            ])
+            .any(|codes| {
+                is_codes(&format!("{parent}.{codes}")) || parent.is_empty() && is_codes(codes)
             })
-        };
-        let before = name[..word_start].trim_end_matches(['_', ':']);
-        let beside = ["", "_blocks", "_packed", ":qdata"].map(|end| format!("{before}{end}"));
-        is_codes(parent)
-            || beside
-                .iter()
-                .map(String::as_str)
-                .chain([
-                    "weight",
-                    "qweight",
-                    "codes",
-                    "W_q",
-                    "_data",
-                    "weight_packed",
-                ])
-                .any(|codes| {
-                    is_codes(&format!("{parent}.{codes}")) || parent.is_empty() && is_codes(codes)
-                })
-    }
 }
 
 /// Returns where the word begins that makes the last part of a key that of a scale; `None` if there

@@ -50,7 +50,9 @@ use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::{CASTABLE, Losses, LostElements, Roles, parent_of};
+pub(crate) use self::cast::{
+    CASTABLE, Losses, LostElements, Optimizers, is_scale_of_integers, parent_of,
+};
 pub use self::compared::Compared;
 pub(crate) use self::compared::digest_tensor;
 pub use self::config::ConfigEdits;
@@ -76,9 +78,9 @@ pub fn convert(
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    with_written(source, target, options, |written| {
+    with_content(source, target, options, |content| {
         let destination = destination.into();
-        write(written, &destination, target, options)
+        write_content(content, &destination, target, options)
     })
 }
 
@@ -86,17 +88,18 @@ pub fn convert(
 /// replicated tensors that differ: no elements are read.
 ///
 /// # Errors
-/// Those of [`convert`] for what cannot be written in this format.
+/// The errors of [`convert`] that do not depend on the destination: opaque items, and tensors or
+/// keys that the format does not have.
 pub fn check_conversion(
     source: &dyn Checkpoint,
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<(), FileError> {
-    with_written(source, target, options, |_| Ok(()))
+    with_content(source, target, options, |_| Ok(()))
 }
 
 /// The content of a conversion.
-struct Written<'s> {
+struct Content<'s> {
     /// The source, without what is left out.
     source: &'s dyn Checkpoint,
     /// The files of a trainer's state that are copied as they are.
@@ -109,15 +112,15 @@ struct Written<'s> {
     quantized: Vec<String>,
 }
 
-/// Finds what is written of a source, checks that it can be, and calls `then` with it.
-fn with_written<T>(
+/// Finds the content of a conversion, checks that the format can hold it, and calls `then` with it.
+fn with_content<T>(
     source: &dyn Checkpoint,
     target: OutputFormat,
     options: ConvertOptions<'_>,
-    then: impl FnOnce(Written<'_>) -> Result<T, FileError>,
+    then: impl FnOnce(Content<'_>) -> Result<T, FileError>,
 ) -> Result<T, FileError> {
-    // What is written is the source through up to three views. No format writes quantized tensors
-    // as such, so the first view shows them as integers.
+    // Up to three views change the source: each leaves out or replaces a part of it. No format
+    // writes quantized tensors as such, so the first view shows them as integers.
     let mut source = source;
     let mut quantized = Vec::new();
     let integers = IntegerView::new(source)?;
@@ -151,7 +154,7 @@ fn with_written<T>(
         source = view;
     }
     check_source(source, target, &copied, options)?;
-    then(Written {
+    then(Content {
         source,
         sidecars: &sidecars,
         copied,
@@ -160,20 +163,20 @@ fn with_written<T>(
     })
 }
 
-/// Writes the content of a conversion, and returns the report of it.
-fn write(
-    written: Written<'_>,
+/// Writes the content of a conversion to its destination, and returns the report of it.
+fn write_content(
+    content: Content<'_>,
     destination: &Location,
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    let Written {
+    let Content {
         source,
         sidecars,
         copied,
         dropped,
         quantized,
-    } = written;
+    } = content;
     // All that can be found wrong with the source is found before anything is written, because a
     // conversion may take hours.
     source.check_copies(&|_| true)?;

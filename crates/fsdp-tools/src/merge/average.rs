@@ -14,7 +14,7 @@ use fsdp_layout::{TensorBox, count_text};
 use super::base_model::BaseModel;
 use super::lora::{check_same_scales, is_factor};
 use super::numbers::{fill_slots, write_numbers};
-use crate::convert::{CASTABLE, Losses, Roles};
+use crate::convert::{CASTABLE, Losses, Optimizers, is_scale_of_integers};
 use crate::diff::{Difference, metadata_difference};
 use crate::elements::{for_each_number, parts_of_complex};
 
@@ -52,16 +52,16 @@ impl<'a> Average<'a> {
             check_same(*first, *checkpoint)?;
         }
         // Only weights are averaged. What else the checkpoints hold comes from the first one.
-        let roles = Roles::new(first.metadata());
+        let optimizers = Optimizers::new(first.metadata());
         let mut averaged = HashSet::new();
         for (fqn, tensor) in first.metadata().tensors() {
             let dtype = tensor.properties.dtype;
-            if roles.optimizers.is_of_training(fqn, tensor) {
+            if optimizers.is_of_training(fqn, tensor) {
                 continue;
             }
             // Complex numbers are averaged part by part.
             let is_number = CASTABLE.contains(&parts_of_complex(dtype).unwrap_or(dtype));
-            let what = if roles.is_scale_of_integers(first.metadata(), fqn) {
+            let what = if is_scale_of_integers(first.metadata(), fqn) {
                 "belongs to quantized weights".to_owned()
             } else if is_number {
                 let mut opaque_types = sources

@@ -261,7 +261,7 @@ fn an_adapter_is_added_to_its_base() {
         .unwrap();
         assert_eq!(floats(&*opened(&to), "up.weight"), found);
     }
-    // What the settings name, and the adapter does not have.
+    // The settings name a layer of which the adapter has no factors.
     let path = parent.path().join("incomplete");
     let incomplete = adapter(
         &path,

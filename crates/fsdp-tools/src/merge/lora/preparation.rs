@@ -52,7 +52,8 @@ impl<'a, 'c> Preparation<'a, 'c> {
     /// Looks at all keys of an adapter, and checks that it can be merged into its base.
     ///
     /// # Errors
-    /// Those of [`Lora::new`](super::Lora::new), but for layers that no longer have one weight.
+    /// A key that is not of an adapter, or not of one that can be merged; the errors of
+    /// [`Self::add_factor`], [`Self::add_tensor`] and [`Self::check`].
     pub(super) fn of_adapter(
         base: &'a dyn Checkpoint,
         adapter: &'a dyn Checkpoint,
@@ -220,7 +221,7 @@ impl<'a, 'c> Preparation<'a, 'c> {
             });
         }
         for copy in &self.tied_copies {
-            self.check_copy(copy)?;
+            self.check_tied_copy(copy)?;
         }
         for module in names_in(self.config.others.get("modules_to_save")) {
             self.check_is_saved(module)?;
@@ -275,7 +276,7 @@ impl<'a, 'c> Preparation<'a, 'c> {
 
     /// Checks that what the adapter has for a layer is the same as what it has for the layer whose
     /// weight this one shares.
-    fn check_copy(&self, copy: &TiedCopy) -> Result<(), FileError> {
+    fn check_tied_copy(&self, copy: &TiedCopy) -> Result<(), FileError> {
         let (fqn, stored_name, is_same) = match copy {
             TiedCopy::Tensor { key, stored_name } => {
                 let is_same = match self.replaced.get(stored_name) {
