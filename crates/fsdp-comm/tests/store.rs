@@ -66,7 +66,7 @@ fn a_rank_that_is_started_again_waits_for_the_store_of_its_own_attempt() {
 fn a_second_process_of_a_rank_is_refused_at_the_deadline() {
     let host = host();
     let _first = client(&host, 1);
-    let deadline = Duration::from_millis(200);
+    let deadline = Duration::from_secs(2);
     let error = TcpStore::connect(
         host.address(),
         &StoreOptions {

@@ -732,7 +732,7 @@ fn two_jobs_on_one_port_never_pair() {
             );
         }
         let second = meet(environment(1, 2, port, "one"), 5000).unwrap();
-        let error = meet(environment(1, 2, port, "one"), 500).unwrap_err();
+        let error = meet(environment(1, 2, port, "one"), 3000).unwrap_err();
         assert!(
             error
                 .to_string()

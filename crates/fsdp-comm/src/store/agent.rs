@@ -160,6 +160,7 @@ impl Agent {
             deadline: timeout,
             ..
         } = options;
+        let mut last_reason = None;
         loop {
             let PublishedAddress {
                 address: published_address,
@@ -189,7 +190,7 @@ impl Agent {
                 }
                 Err(error) => Err(NotJoined::Lost(error)),
             };
-            match joined {
+            match joined.map_err(|reason| reason.unless_cut_off(last_reason.take())) {
                 // Another attempt would not end in time.
                 Err(reason) if Instant::now() + 2 * ASK_INTERVAL >= self.deadline => {
                     return Err(format!(
@@ -200,6 +201,7 @@ impl Agent {
                 }
                 Err(reason) => {
                     tracing::debug!(%address, ?reason, "not let in; rank 0 may have a new address soon");
+                    last_reason = Some(reason);
                     thread::sleep(ASK_INTERVAL);
                 }
                 Ok(store) => return Ok(store),

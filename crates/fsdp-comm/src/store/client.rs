@@ -142,10 +142,12 @@ impl TcpStore {
     ) -> Result<TcpStore, CommError> {
         let deadline = deadline_after(options.deadline);
         let pause = retry_pause(options);
+        let mut last_reason = None;
         loop {
             let joined = connect_until(&store_addresses, deadline, pause)
                 .map_err(NotJoined::Lost)
-                .and_then(|stream| Self::join(stream, address, options, deadline));
+                .and_then(|stream| Self::join(stream, address, options, deadline))
+                .map_err(|reason| reason.unless_cut_off(last_reason.take()));
             match joined {
                 Ok(store) => {
                     return Ok(TcpStore {
@@ -160,6 +162,7 @@ impl TcpStore {
                     if Instant::now() + pause < deadline =>
                 {
                     tracing::debug!(address, ?reason, "not joined yet; trying again");
+                    last_reason = Some(reason);
                     thread::sleep(pause);
                 }
                 Err(reason) => return Err(not_joined_error(address, &reason, options)),
@@ -381,6 +384,17 @@ impl From<Refusal> for NotJoined {
 }
 
 impl NotJoined {
+    /// Returns the reason of the attempt before, if the deadline has cut this attempt off: that one
+    /// may have had an answer.
+    pub(super) fn unless_cut_off(self, last_reason: Option<NotJoined>) -> NotJoined {
+        match self {
+            NotJoined::Lost(error) if error.kind() == ErrorKind::TimedOut => {
+                last_reason.unwrap_or(NotJoined::Lost(error))
+            }
+            reason => reason,
+        }
+    }
+
     /// Returns the message for a rank that could not join the store at this address.
     pub(super) fn message(&self, address: &str, options: &StoreOptions) -> String {
         let StoreOptions {
@@ -448,6 +462,8 @@ pub(super) fn connect_once(
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
 
     const DEADLINE: Duration = Duration::from_secs(20);
@@ -490,7 +506,7 @@ mod tests {
         });
         assert_eq!(host.departed_ranks(DEADLINE).unwrap(), [1]);
         let late =
-            TcpStore::connect(host.address(), &options(2, Duration::from_millis(200))).unwrap_err();
+            TcpStore::connect(host.address(), &options(2, Duration::from_secs(2))).unwrap_err();
         assert!(
             late.to_string().contains("the rendezvous there has failed"),
             "{late}"
@@ -519,11 +535,39 @@ mod tests {
         );
         assert_eq!(host.get("place/0").unwrap().unwrap(), b"");
         let late =
-            TcpStore::connect(host.address(), &options(1, Duration::from_millis(200))).unwrap_err();
+            TcpStore::connect(host.address(), &options(1, Duration::from_secs(2))).unwrap_err();
         assert!(
             late.to_string().contains("the rendezvous there has failed"),
             "{late}"
         );
+    }
+
+    #[test]
+    fn what_a_store_has_answered_is_told_also_if_the_deadline_ends_the_next_attempt() {
+        let host = TcpStore::host("127.0.0.1:0", &options(0, DEADLINE)).unwrap();
+        let _other = TcpStore::connect(host.address(), &options(1, DEADLINE)).unwrap();
+        // The first connection reaches the store, and nobody answers the later ones.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let (client, _) = listener.accept().unwrap();
+                let store = TcpStream::connect(host.address()).unwrap();
+                let (answers, questions) =
+                    (store.try_clone().unwrap(), client.try_clone().unwrap());
+                for (mut from, mut to) in [(questions, store), (answers, client)] {
+                    scope.spawn(move || io::copy(&mut from, &mut to));
+                }
+            });
+            let error =
+                TcpStore::connect(&address, &options(1, Duration::from_secs(2))).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains("another process has already joined as rank 1"),
+                "{error}"
+            );
+        });
     }
 
     #[test]
