@@ -1,12 +1,14 @@
-//! The processes that ranks have started: those of a rank's process group, and those that a rank
+//! The processes that ranks have started, in whatever process group they are, and those that a rank
 //! has left behind.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
-use rustix::process::{Pid, WaitOptions, getpid, waitpid};
+use rustix::process::{
+    Pid, Signal, WaitOptions, getpid, getsid, kill_process, kill_process_group, waitpid,
+};
 
 /// Makes this process the parent of the processes that ranks leave behind, where the system can do
 /// that. It then learns how they end.
@@ -17,8 +19,51 @@ pub(super) fn adopt_orphans() {
     rustix::process::set_child_subreaper(Some(getpid())).ok();
 }
 
-/// The processes of this machine. The list is empty where the system has no `/proc`.
-pub(super) struct Processes(Vec<Process>);
+/// The variable by which the processes of an attempt are known. What a rank starts inherits it.
+pub(super) const MARK: &str = "FSDP_LAUNCHED_AS";
+
+/// The word that the processes of one attempt have in [`MARK`], before their rank.
+#[derive(Debug, Clone)]
+pub(super) struct Mark(String);
+
+impl Mark {
+    /// Returns a mark that no other attempt has.
+    pub(super) fn random() -> Self {
+        Mark(format!("{:016x}", rand::random::<u64>()))
+    }
+
+    /// Returns the mark with this text.
+    pub(super) fn from_text(text: &str) -> Self {
+        Mark(text.to_owned())
+    }
+
+    /// Returns the text of the mark, which is one word.
+    pub(super) fn text(&self) -> &str {
+        &self.0
+    }
+
+    /// Returns the value of [`MARK`] for a rank.
+    pub(super) fn value(&self, rank: usize) -> String {
+        format!("{}:{rank}", self.0)
+    }
+
+    /// Returns the rank that a process with these variables belongs to; `None` if it has not been
+    /// started by this attempt.
+    fn find_rank(&self, environment: &[u8]) -> Option<usize> {
+        let prefix = format!("{MARK}={}:", self.0);
+        let mut variables = environment.split(|&byte| byte == 0);
+        let rank = variables.find_map(|variable| variable.strip_prefix(prefix.as_bytes()))?;
+        std::str::from_utf8(rank).ok()?.parse().ok()
+    }
+}
+
+/// The processes of this machine, and which of them belong to an attempt. A process that has left
+/// the session of the launcher, as a daemon does, belongs to nobody. The list is empty where the
+/// system has no `/proc`.
+pub(super) struct Processes {
+    mark: Mark,
+    list: Vec<Process>,
+}
 
 /// A process of this machine.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,52 +73,122 @@ struct Process {
     parent: Option<Pid>,
     /// `None` for a process of the kernel, and for one that is about to end.
     group: Option<Pid>,
+    session: Option<Pid>,
     /// `true` if the process has ended, and its parent has not read its status yet.
     has_ended: bool,
+    /// The rank that has started it, or whose own process it is.
+    rank: Option<usize>,
 }
 
 impl Processes {
-    /// Lists all processes.
-    pub(super) fn list() -> Self {
-        let mut processes = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            // Not all entries are processes, and a process may end meanwhile.
-            if let Ok(stat) = fs::read_to_string(entry.path().join("stat")) {
-                processes.extend(Process::parse(&stat));
-            }
+    /// Returns an empty list for the attempt with this mark.
+    pub(super) fn new(mark: Mark) -> Self {
+        Processes {
+            mark,
+            list: Vec::new(),
         }
-        Processes(processes)
     }
 
-    /// Returns `true` if a process of a group still runs.
-    pub(super) fn has_running_process(&self, group: Pid) -> bool {
-        let mut processes = self.0.iter();
-        processes.any(|process| process.group == Some(group) && !process.has_ended)
+    /// Lists all processes that there are now.
+    pub(super) fn refresh(&mut self) {
+        let own_session = getsid(None).ok();
+        let known_ranks: HashMap<Pid, usize> = self
+            .list
+            .iter()
+            .filter_map(|process| Some((process.id, process.rank?)))
+            .collect();
+        self.list.clear();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            // Not all entries are processes, and a process may end meanwhile.
+            let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else {
+                continue;
+            };
+            let Some(mut process) = Process::parse(&stat) else {
+                continue;
+            };
+            if process.has_ended {
+                // It has no variables any more.
+                process.rank = known_ranks.get(&process.id).copied();
+            } else if process.session == own_session
+                && let Ok(environment) = fs::read(entry.path().join("environ"))
+            {
+                process.rank = self.mark.find_rank(&environment);
+            }
+            self.list.push(process);
+        }
+    }
+
+    /// Returns `true` if a process of a rank still runs. `group` is the group of the rank's own
+    /// process.
+    pub(super) fn has_running_process(&self, rank: usize, group: Pid) -> bool {
+        let mut running = self.running();
+        running.any(|process| process.group == Some(group) || process.rank == Some(rank))
     }
 
     /// Returns `true` if a process has ended, and its status has not been read yet.
     pub(super) fn has_ended(&self, id: Pid) -> bool {
-        let mut processes = self.0.iter();
+        let mut processes = self.list.iter();
         processes.any(|process| process.id == id && process.has_ended)
     }
 
+    /// Sends a signal to all processes of the attempt: to whole groups, so that it also reaches
+    /// what a process is just starting, but never to a group in which others run too. Returns
+    /// `false` if there are none.
+    pub(super) fn send_signal(&self, signal: Signal) -> bool {
+        let shared_groups: HashSet<Option<Pid>> = self
+            .running()
+            .filter(|process| process.rank.is_none())
+            .map(|process| process.group)
+            .collect();
+        let mut own_groups = BTreeSet::new();
+        let mut has_sent = false;
+        for process in self.running().filter(|process| process.rank.is_some()) {
+            has_sent = true;
+            match process.group {
+                Some(group) if !shared_groups.contains(&Some(group)) => {
+                    own_groups.insert(group.as_raw_nonzero());
+                }
+                // It may have ended by now.
+                _ => drop(kill_process(process.id, signal)),
+            }
+        }
+        for group in own_groups {
+            kill_process_group(Pid::from_raw(group.get()).expect("it is not 0"), signal).ok();
+        }
+        has_sent
+    }
+
+    /// Returns the processes that have not ended.
+    fn running(&self) -> impl Iterator<Item = &Process> {
+        self.list.iter().filter(|process| !process.has_ended)
+    }
+
     /// Reads the statuses of the processes that ranks have left behind and that have ended, so that
-    /// the system can forget them. Returns the group and the status of each. `rank_processes` are
-    /// waited for elsewhere.
-    pub(super) fn reap_orphans(&mut self, rank_processes: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
+    /// the system can forget them. Returns the rank and the status of each. `rank_processes` are
+    /// the ranks' own, which are waited for elsewhere, as is `guard`.
+    pub(super) fn reap_orphans(
+        &mut self,
+        rank_processes: &[(usize, Pid)],
+        guard: Pid,
+    ) -> Vec<(usize, ExitStatus)> {
         let own_id = getpid();
+        let rank_of_process: HashMap<Pid, usize> = rank_processes
+            .iter()
+            .map(|&(rank, process)| (process, rank))
+            .collect();
         let mut statuses = Vec::new();
-        for process in &mut self.0 {
-            let is_orphan = process.parent == Some(own_id) && !rank_processes.contains(&process.id);
+        for process in &mut self.list {
+            let is_orphan = process.parent == Some(own_id)
+                && process.id != guard
+                && !rank_of_process.contains_key(&process.id);
             if !is_orphan || !process.has_ended {
                 continue;
             }
-            match (
-                process.group,
-                waitpid(Some(process.id), WaitOptions::NOHANG),
-            ) {
-                (Some(group), Ok(Some((_, status)))) => {
-                    statuses.push((group, ExitStatus::from_raw(status.as_raw())));
+            let group_rank = || rank_of_process.get(&process.group?).copied();
+            let rank = process.rank.or_else(group_rank);
+            match (rank, waitpid(Some(process.id), WaitOptions::NOHANG)) {
+                (Some(rank), Ok(Some((_, status)))) => {
+                    statuses.push((rank, ExitStatus::from_raw(status.as_raw())));
                 }
                 // Its main thread has ended, but others have not, so it has no status yet.
                 (_, Ok(None)) => process.has_ended = false,
@@ -96,7 +211,9 @@ impl Process {
             id: parse_pid(id)?,
             parent: parse_pid(fields.next()?),
             group: parse_pid(fields.next()?),
+            session: parse_pid(fields.next()?),
             has_ended,
+            rank: None,
         })
     }
 }
@@ -121,7 +238,9 @@ mod tests {
             id: Pid::from_raw(12).unwrap(),
             parent: Pid::from_raw(3),
             group: Pid::from_raw(4),
+            session: Pid::from_raw(5),
             has_ended: false,
+            rank: None,
         };
         assert_eq!(
             Process::parse("12 (a) Z (b) 7) S 3 4 5 0 -1\n"),
@@ -130,5 +249,16 @@ mod tests {
         assert!(Process::parse("12 (sh) Z 3 4 5 0\n").unwrap().has_ended);
         assert_eq!(Process::parse("12 (sh) S"), None);
         assert_eq!(Process::parse(""), None);
+    }
+
+    #[test]
+    fn a_process_is_known_by_the_mark_of_its_own_attempt() {
+        let mark = Mark::random();
+        let environment = format!("HOME=/\0{MARK}={}\0RANK=9\0", mark.value(12));
+        assert_eq!(mark.find_rank(environment.as_bytes()), Some(12));
+        assert_eq!(Mark::random().find_rank(environment.as_bytes()), None);
+        let quoted = format!("NOTE={MARK}={}\0", mark.value(12));
+        assert_eq!(mark.find_rank(quoted.as_bytes()), None);
+        assert_eq!(mark.find_rank(b""), None);
     }
 }

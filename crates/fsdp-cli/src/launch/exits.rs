@@ -43,7 +43,7 @@ impl Exit {
                 "stopped and saved".to_owned()
             }
             (Some(code), _) => format!("failed with exit code {code}"),
-            (None, Some(signal)) => format!("was ended by signal {signal}"),
+            (None, Some(signal)) => format!("died of signal {signal}"),
             (None, None) => format!("failed: {}", self.status),
         }
     }

@@ -1,9 +1,10 @@
-//! A process that ends the ranks if the launcher is killed.
+//! A process that ends what the ranks have started, also if the launcher is killed.
 //!
 //! The system ends each rank's own process then, but not what that process has started, such as the
-//! program of `fsdp launch -- sh -c '…'`. The guard is told of each process group through a pipe.
-//! The pipe is closed when the launcher ends, in any way, and then the guard kills the groups that
-//! are left, and removes the directory of the ranks' notes.
+//! program of `fsdp launch -- sh -c '…'`. The guard is told of the attempt's mark and of each
+//! rank's process group through a pipe. The pipe is closed when an attempt is over or the launcher
+//! has ended, in any way, and then the guard kills what is left of the attempt, and removes the
+//! directory of the ranks' notes.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufRead as _, Write as _};
@@ -15,10 +16,15 @@ use anyhow::{Context as _, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::iterator::Signals;
 
+use super::descendants::{MARK, Mark, Processes};
 use crate::stop::REQUESTS;
 
 /// The hidden command of the guard.
 pub(crate) const COMMAND: &str = "launch-guard";
+
+/// How often the guard looks for processes that are left: one may have been started while the
+/// others were killed.
+const SWEEPS: usize = 5;
 
 /// The launcher's end of the pipe to the guard.
 pub(super) struct Guard {
@@ -27,11 +33,11 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Starts the guard.
+    /// Starts the guard of the attempt with this mark.
     ///
     /// # Errors
     /// This program cannot be started again.
-    pub(super) fn start() -> Result<Guard> {
+    pub(super) fn start(mark: &Mark) -> Result<Guard> {
         // On Linux this names the program even if its file has been replaced since.
         let program = if cfg!(target_os = "linux") {
             PathBuf::from("/proc/self/exe")
@@ -43,13 +49,19 @@ impl Guard {
             // The guard must outlive a signal to the launcher's process group, such as that of
             // Ctrl-C. So it gets a group of its own.
             .process_group(0)
+            // If this is a job in a rank of another one, its guard must outlive that rank.
+            .env_remove(MARK)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .context("failed to start the guard of the processes")?;
         let pipe = process.stdin.take();
-        Ok(Guard { process, pipe })
+        let mut guard = Guard { process, pipe };
+        guard
+            .write_line(&format!("#{}\n", mark.text()))
+            .context("the guard of the processes has ended")?;
+        Ok(guard)
     }
 
     /// Has a process group killed if this process ends before [`forget`](Guard::forget).
@@ -93,8 +105,8 @@ impl Guard {
 }
 
 impl Drop for Guard {
-    /// Ends the guard, which kills the groups that are still watched but leaves the directory, and
-    /// waits for it.
+    /// Ends the guard, which kills what is left of the attempt but leaves the directory, and waits
+    /// for it.
     fn drop(&mut self) {
         // This process goes on, reads the notes, and removes them itself.
         self.write_line("=\n").ok();
@@ -111,6 +123,7 @@ pub(crate) fn run() {
     let _ignored_signals = Signals::new(REQUESTS);
     let mut groups = BTreeSet::new();
     let mut directory = None;
+    let mut marked = None;
     // A line that the launcher cannot have written ends the watch, as its end does.
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         let Some((sign, argument)) = line.split_at_checked(1) else {
@@ -119,6 +132,7 @@ pub(crate) fn run() {
         match (sign, argument.parse::<i32>()) {
             ("+", Ok(group)) => drop(groups.insert(group)),
             ("-", Ok(group)) => drop(groups.remove(&group)),
+            ("#", _) => marked = Some(Processes::new(Mark::from_text(argument))),
             ("=", _) => directory = (!argument.is_empty()).then(|| PathBuf::from(argument)),
             _ => break,
         }
@@ -126,6 +140,13 @@ pub(crate) fn run() {
     for group in groups.into_iter().filter_map(Pid::from_raw) {
         // This fails if the processes of the group have ended by themselves.
         kill_process_group(group, Signal::KILL).ok();
+    }
+    for _ in 0..SWEEPS {
+        let Some(processes) = &mut marked else { break };
+        processes.refresh();
+        if !processes.send_signal(Signal::KILL) {
+            break;
+        }
     }
     if let Some(directory) = directory {
         // The launcher may have removed it.

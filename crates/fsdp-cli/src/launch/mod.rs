@@ -21,6 +21,7 @@ use fsdp::comm::BLAME_DIR;
 use tempfile::TempDir;
 
 pub(crate) use self::arguments::{LaunchArguments, has_secret};
+use self::descendants::{MARK, Mark};
 pub(crate) use self::gpus::list_gpus;
 use self::guard::Guard;
 use self::lines::{LastLines, RankOutput};
@@ -287,18 +288,23 @@ fn run_attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcom
     let rendezvous = arguments.make_rendezvous(nproc, attempts.restart_count)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure
     // ends it.
-    let mut guard = Guard::start()?;
+    let mark = Mark::random();
+    let mut guard = Guard::start(&mark)?;
     let blame_dir = exits::make_blame_dir();
     if let Some(blame_dir) = &blame_dir {
         guard.remove_at_end(blame_dir.path());
     }
     let grace_timeout = capped_duration(arguments.grace);
-    let mut ranks = RunningProcesses::new(events, grace_timeout, attempts.stop_deadline(), guard);
+    let stop_deadline = attempts.stop_deadline();
+    let mut ranks =
+        RunningProcesses::new(events, grace_timeout, stop_deadline, guard, mark.clone());
     let output = RankOutput::new();
     for local_rank in 0..nproc {
         let rank = rendezvous.first_rank + local_rank;
         let mut command = make_command(arguments, nproc);
-        command.envs(rendezvous.variables(local_rank));
+        command
+            .envs(rendezvous.variables(local_rank))
+            .env(MARK, mark.value(rank));
         match &blame_dir {
             Some(blame_dir) => command.env(BLAME_DIR, blame_dir.path()),
             None => command.env_remove(BLAME_DIR),
@@ -350,7 +356,12 @@ fn report_exits(end: JobEnd, last_lines: &LastLines, blame_dir: Option<&Path>) -
         if regrows {
             return AttemptOutcome::Regrows { unsaved: None };
         }
-        output::print_message("all processes stopped and saved, as they were told");
+        let are_all_alike = exits.iter().all(|exit| !exit.status.success());
+        output::print_message(&if are_all_alike {
+            "all processes stopped and saved".to_owned()
+        } else {
+            exits::list_text(exits)
+        });
         return AttemptOutcome::Stopped;
     }
     if exits.len() > 1 {

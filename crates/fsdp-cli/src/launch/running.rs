@@ -1,6 +1,6 @@
 //! The running processes of a node: watched, signalled, and ended together.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ExitStatus};
 use std::sync::mpsc::RecvTimeoutError;
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use signal_hook::consts::SIGCHLD;
 
-use super::descendants::Processes;
+use super::descendants::{Mark, Processes};
 use super::exits::{Exit, ranks_text};
 use super::guard::Guard;
 use super::lines::spawn_thread;
@@ -28,8 +28,7 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// The interval between two checks of the processes that ranks have started.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The processes of this node. The system does not reuse the id of a process until its status has
-/// been read, so a signal cannot reach another process.
+/// The processes of this node.
 pub(super) struct RunningProcesses<'e> {
     children: BTreeMap<usize, Child>,
     /// The ranks whose own process has ended while processes that it has started may go on. They
@@ -43,6 +42,8 @@ pub(super) struct RunningProcesses<'e> {
     events: &'e Events,
     grace_timeout: Duration,
     guard: Guard,
+    /// The processes of the machine, as they were when they were last needed.
+    processes: Processes,
     stage: Stage,
     /// The time at which the processes are asked to stop, to be started again in another number.
     stop_deadline: Option<Instant>,
@@ -78,13 +79,14 @@ pub(super) struct JobEnd {
 }
 
 impl<'e> RunningProcesses<'e> {
-    /// Returns a node without processes. At `stop_deadline` they are asked to stop, with
-    /// `grace_timeout` to do so.
+    /// Returns a node without processes, which will have this mark. At `stop_deadline` they are
+    /// asked to stop, with `grace_timeout` to do so.
     pub(super) fn new(
         events: &'e Events,
         grace_timeout: Duration,
         stop_deadline: Option<Instant>,
         guard: Guard,
+        mark: Mark,
     ) -> Self {
         RunningProcesses {
             children: BTreeMap::new(),
@@ -94,6 +96,7 @@ impl<'e> RunningProcesses<'e> {
             events,
             grace_timeout,
             guard,
+            processes: Processes::new(mark),
             stage: Stage::Running,
             stop_deadline,
             end: JobEnd::default(),
@@ -259,26 +262,23 @@ impl<'e> RunningProcesses<'e> {
     /// Checks the processes that ranks have started: takes the status of those that have ended,
     /// and finishes each rank of which no process runs any more.
     fn check_descendants(&mut self) -> Result<()> {
-        let mut processes = Processes::list();
+        self.processes.refresh();
         let ranks: Vec<(usize, Pid)> = self
             .children
             .iter()
             .map(|(&rank, child)| (rank, Pid::from_child(child)))
             .collect();
-        let mut own_processes: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).collect();
-        own_processes.insert(self.guard.process());
-        for (group, status) in processes.reap_orphans(&own_processes) {
+        for (rank, status) in self.processes.reap_orphans(&ranks, self.guard.process()) {
             // If a process that a rank has started ends before the rank's own process, that tells
             // nothing about the rank.
-            if processes.has_ended(group)
-                && let Some(&(rank, _)) = ranks.iter().find(|&&(_, process)| process == group)
-            {
+            let mut own_process = ranks.iter().filter(|(other, _)| *other == rank);
+            if own_process.any(|&(_, process)| self.processes.has_ended(process)) {
                 self.last_statuses.insert(rank, status);
             }
         }
         for (rank, group) in ranks {
-            let is_over =
-                matches!(self.stage, Stage::Killed) || !processes.has_running_process(group);
+            let is_over = matches!(self.stage, Stage::Killed)
+                || !self.processes.has_running_process(rank, group);
             if is_over && self.outlived_ranks.contains(&rank) {
                 self.finish(rank)?;
             }
@@ -289,8 +289,8 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
-    /// Reads the status of a rank's process, records its exit, and kills the processes that it has
-    /// left running. The first failure lets the other processes settle, and then ends them.
+    /// Reads the status of a rank's process, records its exit, and kills the processes of its group
+    /// that are left. The first failure lets the other processes settle, and then ends them.
     ///
     /// # Errors
     /// The status cannot be read.
@@ -331,11 +331,17 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
-    /// Sends a signal to the process group of each rank.
-    fn send_signal(&self, signal: Signal) {
+    /// Sends a signal to the processes of all ranks and to what they have started.
+    fn send_signal(&mut self, signal: Signal) {
+        // Listed first: a process that dies of the signal may be the only one in its group that is
+        // known to be a rank's.
+        self.processes.refresh();
+        // The system does not reuse the id of a child before its status has been read, so this
+        // cannot reach another group. It is all that can be done where processes cannot be listed.
         for child in self.children.values() {
             kill_process_group(Pid::from_child(child), signal).ok();
         }
+        self.processes.send_signal(signal);
     }
 }
 

@@ -13,7 +13,7 @@ use assert_cmd::Command;
 use fsdp_cli::exit_codes;
 use predicates::prelude::*;
 use predicates::str::contains;
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Pid, Signal, getpgid, kill_process, test_kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -311,7 +311,7 @@ fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
     launch("2", &["sh", "-c", "kill -9 $$"])
         .assert()
         .code(137)
-        .stderr(contains("was ended by signal 9"));
+        .stderr(contains("died of signal 9"));
     launch("2", &["./no-such-program"])
         .assert()
         .code(i32::from(exit_codes::USAGE))
@@ -334,7 +334,7 @@ fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
     // A rank that does not end by itself is not the one that is reported, but it is named.
     let script =
         "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
-    let listed = contains("rank 1 was ended by signal 15 after being asked to end");
+    let listed = contains("rank 1 died of signal 15 after being asked to end");
     let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
     launch("2", &["sh", "-c", script])
         .assert()
@@ -455,6 +455,57 @@ fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
     assert_eq!(code_of(launch), Some(i32::from(exit_codes::STOPPED)));
     assert!((0..2).all(|rank| dir.path().join(format!("saved-{rank}")).exists()));
     pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_a_rank_has_started_in_a_group_of_its_own_has_its_grace_too() {
+    let dir = TempDir::new().unwrap();
+    let dirs = dir.path().display();
+    let program = format!(
+        "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
+    );
+    // `timeout` makes a group of its own for itself and its program.
+    let (launch, pids) = start(
+        dir.path(),
+        2,
+        &format!("timeout 600 sh -c \"{program}\"; exit 1"),
+    );
+    for rank in 0..2 {
+        wait_for(&dir.path().join(format!("ready-{rank}")));
+    }
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(code_of(launch), Some(i32::from(exit_codes::STOPPED)));
+    assert!((0..2).all(|rank| dir.path().join(format!("saved-{rank}")).exists()));
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn an_attempt_begins_when_nothing_is_left_of_the_one_before_but_daemons() {
+    let dir = TempDir::new().unwrap();
+    let dirs = dir.path().display();
+    // A process that has ended may wait for its parent to ask how.
+    let script = format!(
+        "cd {dirs}
+         field() {{ cut -d ' ' -f $2 /proc/$(cat $1)/stat; }}
+         runs() {{ case $(field $1 3) in Z | X | '') false ;; esac; }}
+         if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then
+           timeout 600 sleep 600 & echo $! > job
+           setsid sleep 600 & echo $! > daemon
+           for name in job daemon; do
+             until [ $(field $name 5) = $(cat $name) ]; do sleep 0.05; done
+           done
+           exit 7
+         fi
+         ! runs job && runs daemon"
+    );
+    fsdp(&["launch", "--nproc", "1", "--max-restarts", "1", "--"])
+        .args(["sh", "-c", &script])
+        .assert()
+        .success();
+    let daemon = wait_for_pid(&dir.path().join("daemon"));
+    kill_process(Pid::from_raw(daemon).unwrap(), Signal::KILL).unwrap();
 }
 
 /// Waits until a file is there.
@@ -588,6 +639,27 @@ fn a_killed_launch_leaves_nothing_that_its_processes_started() {
     launch.kill().unwrap();
     launch.wait().unwrap();
     pids.into_iter().chain(children).for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_nothing_that_is_in_a_group_of_its_own() {
+    let dir = TempDir::new().unwrap();
+    let then = format!(
+        "timeout 600 sleep 600 & echo $! > {0}/child.new; mv {0}/child.new {0}/child; wait",
+        dir.path().display()
+    );
+    let (mut launch, pids) = start(dir.path(), 1, &then);
+    let child = wait_for_pid(&dir.path().join("child"));
+    // It makes its group at once, but after it has told its number.
+    let limit = Instant::now() + Duration::from_secs(20);
+    while getpgid(Pid::from_raw(child)).unwrap() != Pid::from_raw(child).unwrap() {
+        assert!(Instant::now() < limit, "it makes no group");
+        thread::sleep(Duration::from_millis(10));
+    }
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().chain([child]).for_each(assert_ended);
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
     let output = launch.wait_with_output().unwrap();
     let talk = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(137), "{talk}");
-    assert!(talk.contains("rank 1 was ended by signal 9"), "{talk}");
+    assert!(talk.contains("rank 1 died of signal 9"), "{talk}");
     pids.into_iter().for_each(assert_ended);
     let step = latest_checkpoint(&out).unwrap().unwrap().step;
     train(
