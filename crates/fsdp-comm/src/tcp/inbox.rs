@@ -510,14 +510,22 @@ impl InboxState {
     }
 
     /// Returns `true` if one of the `missing` ranks has left a short time ago, and no rank of the
-    /// group is lost.
+    /// group is lost. A neighbour that has said goodbye had told this rank all of its news before.
     fn awaits_news_of(&self, group: u64, missing: &[usize], now: Instant) -> bool {
         let Some(first_lost) = self.first_lost(group, missing) else {
             return false;
         };
-        let departure = self.peers[first_lost].departure.as_ref();
-        !self.lost.contains(&first_lost)
-            && departure.is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT)
+        let peer = &self.peers[first_lost];
+        let has_told = peer.said_goodbye
+            && self
+                .groups
+                .get(&group)
+                .is_some_and(|group| group.neighbours().contains(&first_lost));
+        let has_just_left = peer
+            .departure
+            .as_ref()
+            .is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT);
+        has_just_left && !has_told && !self.lost.contains(&first_lost)
     }
 
     /// Returns the error that has ended the group, for a round which cannot end because of it.
@@ -699,6 +707,16 @@ mod tests {
             state.receive(1, news, start + moment).unwrap();
             assert_eq!(state.failure(7, &round, &[5], start + moment), Some(error));
         }
+    }
+
+    #[test]
+    fn a_neighbour_that_said_goodbye_is_blamed_at_once() {
+        let start = Instant::now();
+        let mut state = large(start);
+        let round = round(5, start);
+        assert_eq!(state.failure(7, &round, &[1, 3], start), None);
+        say_goodbye(&mut state, 1, start);
+        assert_eq!(blamed(state.failure(7, &round, &[1, 3], start)), Some(1));
     }
 
     #[test]

@@ -6,7 +6,6 @@
 //! the [schedule](super::schedule). If some ranks have waited for long, all *spread* the ballots
 //! that they have, beside these steps.
 
-use std::collections::BTreeSet;
 use std::mem;
 use std::time::Instant;
 
@@ -36,13 +35,22 @@ pub(super) struct Poll {
     pub(super) is_in_progress: bool,
     /// `true` if a later round is over on this rank.
     pub(super) is_outdated: bool,
-    /// The ranks whose ballots this one has spread; `None` while nobody has waited for long.
-    pub(super) spread: Option<BTreeSet<usize>>,
+    /// The ballots that this rank has spread; `None` while nobody has waited for long.
+    pub(super) spread: Option<Spread>,
     /// The time at which this rank, if it has waited for long, connects to the ranks whose ballots
     /// are missing.
     pub(super) connects_at: Option<Instant>,
     /// `true` once it has connected to them.
     pub(super) has_connected: bool,
+}
+
+/// The ballots that a rank has spread.
+#[derive(Debug, Default)]
+pub(super) struct Spread {
+    /// By rank of the group. It may be shorter than the group.
+    is_spread: Vec<bool>,
+    /// The number of those that are spread.
+    count: usize,
 }
 
 /// A message of a vote: a merged ballot, and attachments.
@@ -207,11 +215,19 @@ impl Poll {
         let Some(spread) = &mut self.spread else {
             return Vec::new();
         };
-        let known = self.attachments.iter().enumerate();
-        let news: Vec<usize> = known
-            .filter(|(rank, attachment)| attachment.is_some() && spread.insert(*rank))
-            .map(|(rank, _)| rank)
+        // This is called after every message, and few of them bring anything new.
+        if spread.count == self.known_ranks {
+            return Vec::new();
+        }
+        spread.is_spread.resize(self.attachments.len(), false);
+        let places = self.attachments.iter().zip(&mut spread.is_spread);
+        let news: Vec<usize> = places
+            .enumerate()
+            .filter_map(|(rank, (attachment, is_spread))| {
+                (attachment.is_some() && !mem::replace(is_spread, true)).then_some(rank)
+            })
             .collect();
+        spread.count += news.len();
         self.messages(news.into_iter(), true)
     }
 
@@ -396,7 +412,7 @@ mod tests {
         let mut poll = Poll::default();
         deliver(&mut poll, &messages_of(schedule, 5, 2, attachment));
         assert!(poll.ballots_to_spread(schedule).is_empty());
-        poll.spread = Some(BTreeSet::new());
+        poll.spread = Some(Spread::default());
         let spread = |poll: &mut Poll| -> Vec<(usize, Bytes)> {
             let messages = poll.ballots_to_spread(schedule).into_iter();
             messages

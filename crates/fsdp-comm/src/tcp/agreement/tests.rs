@@ -74,7 +74,18 @@ fn attachment_of(rank: usize, round: u64, attaches: bool) -> Bytes {
 
 /// Returns the ballot of a rank in a round. Some have failed, each in other rounds.
 fn ballot_of(rank: usize, round: u64) -> Ballot {
+    failing_or(Ballot::new(&round), rank, round)
+}
+
+/// Returns the ballots of all ranks in a round.
+fn ballots_of(ranks: usize, round: u64) -> impl Iterator<Item = Ballot> {
+    // What they agree on is hashed once for all.
     let ballot = Ballot::new(&round);
+    (0..ranks).map(move |rank| failing_or(ballot, rank, round))
+}
+
+/// Returns the ballot, or one that has failed, for the ranks that fail in a round.
+fn failing_or(ballot: Ballot, rank: usize, round: u64) -> Ballot {
     match rank ^ round as usize {
         number if number % 7 == 2 => Ballot {
             failed_rank: rank as u32,
@@ -554,7 +565,7 @@ impl World {
                     let attaches = self.attaches;
                     let expected = ranks.map(|of| attachment_of(of, number, attaches));
                     assert!(tally.attachments.into_iter().eq(expected));
-                    let ballots = (0..self.ranks.len()).map(|of| ballot_of(of, number));
+                    let ballots = ballots_of(self.ranks.len(), number);
                     assert_eq!(Some(tally.ballot), ballots.reduce(Ballot::merge));
                     self.ranks[rank].deadline = None;
                     self.ranks[rank].completed += 1;

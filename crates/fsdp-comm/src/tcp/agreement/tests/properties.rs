@@ -366,7 +366,7 @@ impl LateVotes {
 
     /// Returns the numbers of ranks for which a round is over, and checks its outcome.
     fn finished(&self, round: u64) -> usize {
-        let ballots = (0..self.states.len()).map(|of| ballot_of(of, round));
+        let ballots = ballots_of(self.states.len(), round);
         let expected = ballots.reduce(Ballot::merge);
         let tallies = self
             .rounds
