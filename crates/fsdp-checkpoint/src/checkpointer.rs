@@ -129,8 +129,8 @@ pub struct Checkpointer {
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
     parent: Option<Parent>,
-    /// The place of the checkpoint that was loaded last. The first incremental save after the load
-    /// compares with it.
+    /// The place of the checkpoint that was loaded last. If this process has not saved yet, its
+    /// first incremental save compares with it.
     loaded: Option<Location>,
     /// The step of the save in the background; `None` if there is none, or if it does not save a
     /// step of the run.
@@ -222,16 +222,29 @@ impl Checkpointer {
     }
 
     /// Chooses the branch of the run that the checkpoint of `step` is on, if that is not known yet:
-    /// if the run has a newer checkpoint than the one that it continues from, it is a new branch.
-    /// No communication: rank 0 records it, and the other ranks need not know it.
+    /// if the run has a newer checkpoint than the one that it continues from, it is a new branch. So
+    /// it is if this checkpointer has saved a later step itself. No communication: rank 0 records
+    /// it, and the other ranks need not know it.
     ///
     /// # Errors
     /// A directory that cannot be read; [`CheckpointError::BranchWithoutDigests`].
     fn choose_branch(&mut self, step: u64) -> Result<(), CheckpointError> {
+        if let CurrentBranch::Chosen(_) = self.branch {
+            if self
+                .current_step
+                .is_none_or(|current_step| step >= current_step)
+            {
+                return Ok(());
+            }
+            // The state does not come from the last save, and nobody has told where it comes from.
+            self.branch = CurrentBranch::AfterLoad(None);
+            self.parent = None;
+        }
         let CurrentBranch::AfterLoad(loaded) = &self.branch else {
             return Ok(());
         };
         if self.group.rank() > 0 {
+            self.branch = CurrentBranch::Chosen(Branch::default());
             return Ok(());
         }
         if self.memory_tier.is_none() {

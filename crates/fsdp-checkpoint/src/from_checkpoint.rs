@@ -118,7 +118,8 @@ fn from_open_checkpoint<M>(
         model: Some(prefix),
         optim: None,
     };
-    let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)?
+    let live = LiveTarget::new(model.parameters(), Vec::new(), prefixes);
+    let mut target = CheckpointError::or_refuse(&storage_group, OPERATION, live)?
         .with_names(|name| name_options.name_in_model(name), str::to_owned);
     load_state::<_, _, CheckpointError>(
         OPERATION,

@@ -14,7 +14,8 @@ use crate::catalog::{CheckpointOnBranch, StepCheckpoint, list_branches, step_of}
 use crate::error::CheckpointError;
 
 /// The rule for which checkpoints of a run are kept when a new one has been saved. Without
-/// `keep_last`, all are.
+/// `keep_last`, all are. Only those with names that [`step_path`](crate::step_path) gives count and
+/// are removed (`step-00000020`); others, such as `step_20`, stay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
     /// The number of newest checkpoints to keep.

@@ -81,10 +81,12 @@ pub struct SaveReport {
 /// [`load`](crate::load()) has an example.
 ///
 /// Collective: every rank of `group` passes its own values under the same keys. Values that several
-/// ranks hold are written once. Plain values must be the same on all ranks that have the key. Only
-/// plans, statuses, hashes and sums for digests move between ranks, no tensor bytes. When this
-/// returns, the checkpoint is durable. When it fails, every rank gets the error, and whatever was
-/// at `path` before is unchanged.
+/// ranks hold are written once. Plain values must be the same on all ranks that have the key; of
+/// whole tensors that differ between ranks one is saved, so give each rank's its own key. Only
+/// plans, statuses, hashes and sums for digests move between ranks, no tensor bytes: three
+/// agreements, four exchanges of objects for the plan, broadcasts of the place and of the digest,
+/// and a gather of what each rank has written. When this returns, the checkpoint is durable. When
+/// it fails, every rank gets the error, and whatever was at `path` before is unchanged.
 ///
 /// # Errors
 /// A state dict that cannot be saved; ranks that disagree on a dtype, a shape or a plain value;
@@ -247,6 +249,8 @@ pub(crate) struct Saver {
 /// The last save, whose files the next incremental save may link.
 #[derive(Debug)]
 struct LastSave {
+    /// The hash of its plan, which numbers the items.
+    plan: u64,
     path: Location,
     written: RankWritten,
 }
@@ -287,7 +291,9 @@ impl Saver {
         let threads = thread_count(Access::Write, options.write.threads, group, is_object_store);
         let last_save = match self.last_save.take() {
             Some(last_save) => {
-                Some(last_save).filter(|_| options.incremental && planned.is_unchanged)
+                // A save that failed has changed the plan, but not the items of the last one.
+                let has_this_plan = last_save.plan == cached.shared_hash;
+                Some(last_save).filter(|_| options.incremental && has_this_plan)
             }
             None => parent_as_last_save(request, &planned, group, threads)?,
         };
@@ -315,6 +321,7 @@ impl Saver {
         let written = CheckpointError::agree(group, "save: write", None, outcome)?;
         let linked_bytes = written.linked_bytes;
         let this_save = options.incremental.then(|| LastSave {
+            plan: cached.shared_hash,
             path: path.clone(),
             written: written.clone(),
         });
@@ -382,6 +389,7 @@ fn parent_as_last_save(
     };
     let written = written_before(path, parent.digest, planned, group, threads)?;
     Ok(Some(LastSave {
+        plan: planned.cached.shared_hash,
         path: path.clone(),
         written,
     }))

@@ -9,6 +9,7 @@ use clap::error::ErrorKind;
 use fsdp_formats::FileError;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint, stream};
+use fsdp_formats::internals::decimal_text;
 use fsdp_formats::metadata::{Metadata, TensorEntry};
 use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
@@ -396,37 +397,6 @@ fn complex_text(real: f64, imaginary: f64, is_single: bool) -> String {
 fn hex_text(bytes: &[u8]) -> String {
     let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")
-}
-
-/// Returns the decimal digits of an integer in little-endian two's complement of any length.
-fn decimal_text(bytes: &[u8]) -> String {
-    let is_negative = bytes.last().is_some_and(|last_byte| last_byte & 0x80 != 0);
-    let mut magnitude = bytes.to_vec();
-    if is_negative {
-        // The magnitude is the two's complement: all bits inverted, plus 1.
-        let mut carry = true;
-        for byte in &mut magnitude {
-            (*byte, carry) = (!*byte).overflowing_add(u8::from(carry));
-        }
-    }
-    // Divide by 10 until nothing is left: the remainders are the digits, the last one first.
-    let mut digits = Vec::new();
-    while magnitude.iter().any(|&byte| byte != 0) {
-        let mut remainder = 0u32;
-        for byte in magnitude.iter_mut().rev() {
-            let value = remainder << 8 | u32::from(*byte);
-            *byte = (value / 10) as u8;
-            remainder = value % 10;
-        }
-        digits.push(char::from(b'0' + remainder as u8));
-    }
-    if digits.is_empty() {
-        digits.push('0');
-    }
-    if is_negative {
-        digits.push('-');
-    }
-    digits.iter().rev().collect()
 }
 
 /// Returns an element of this dtype as JSON, with no more digits than its precision needs.

@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::failure::{difference_error, nothing_selected_error};
-use crate::keys::Keys;
+use crate::keys::KeyFilter;
 use crate::map::MapArguments;
 use crate::natural;
 use crate::parsers::parse_not_negative;
@@ -37,12 +37,9 @@ pub(crate) struct DiffArguments {
     /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
     #[arg(long)]
     full: bool,
-    /// Only keys that this glob matches, after --map; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    include: Vec<String>,
-    /// No keys that this glob matches, after --map; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    exclude: Vec<String>,
+    /// The keys that are compared, after `--map`.
+    #[command(flatten)]
+    filter: KeyFilter,
     #[command(flatten)]
     map: MapArguments,
     #[command(flatten)]
@@ -87,10 +84,10 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         first = &mapped;
     }
     let mut second: &dyn Checkpoint = &*second_checkpoint;
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let keys = arguments.filter.keys(&[], None)?;
     // Without globs all keys are compared, and there is no need for views that leave none out.
     let views;
-    if !arguments.include.is_empty() || !arguments.exclude.is_empty() {
+    if keys.has_globs() {
         let first_keys = first.metadata().entries.keys();
         let all_keys = first_keys.chain(second.metadata().entries.keys());
         views = [
@@ -101,7 +98,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             views.iter().any(|view| !view.metadata().entries.is_empty()),
             nothing_selected_error()
         );
-        keys.check_include(all_keys.map(String::as_str))?;
+        keys.check_globs(all_keys.map(String::as_str))?;
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
     }
     let mut differences = Vec::new();

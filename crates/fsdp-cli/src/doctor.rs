@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::job_failure::is_without_launcher;
 use crate::launch::{has_secret, list_gpus};
-use crate::text::or_word;
+use crate::text::{bytes_text, or_word};
 use crate::{memory, output};
 
 #[derive(Debug, Args)]
@@ -304,11 +304,14 @@ impl MachineReport {
         rows.extend([
             ("secret", secret.to_owned()),
             ("CPU cores", or_word(self.cpu_cores, UNKNOWN)),
-            ("memory", or_word(self.memory_bytes.map(gib_text), UNKNOWN)),
+            (
+                "memory",
+                or_word(self.memory_bytes.map(bytes_text), UNKNOWN),
+            ),
             ("open files", or_word(open_files, "no limit")),
             (
                 "/dev/shm",
-                or_word(self.dev_shm_bytes.map(gib_text), "none"),
+                or_word(self.dev_shm_bytes.map(bytes_text), "none"),
             ),
             ("shared memory", or_word(shared_memory, "yes")),
             ("GPUs", or_word(gpus, "none")),
@@ -324,8 +327,4 @@ impl MachineReport {
             .map(|(name, text)| format!("{name:<14}{text}"))
             .collect()
     }
-}
-
-fn gib_text(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }

@@ -8,7 +8,8 @@ use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::metadata::{Chunk, Entry, StorageInfo, TensorEntry};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::{FileError, Location};
-use fsdp_layout::{DType, count_text};
+use fsdp_layout::boxes::saturating_bytes;
+use fsdp_layout::count_text;
 use serde::Serialize;
 
 use crate::natural;
@@ -373,15 +374,8 @@ impl Tensor {
 
 /// Returns the number of bytes of a tensor's elements.
 pub(super) fn tensor_bytes(entry: &TensorEntry) -> u64 {
-    shape_bytes(entry.properties.dtype, &entry.shape)
-}
-
-/// Returns the number of bytes of elements of this dtype and shape. The shape may be that of a
-/// damaged file.
-pub(super) fn shape_bytes(dtype: DType, shape: &[usize]) -> u64 {
-    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
-        bytes.saturating_mul(size as u64)
-    })
+    // The shape may be that of a damaged file.
+    saturating_bytes(&entry.shape, entry.properties.dtype)
 }
 
 impl StoredBox {

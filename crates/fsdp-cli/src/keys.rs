@@ -63,6 +63,11 @@ impl<'a> Keys<'a> {
         })
     }
 
+    /// Returns `true` if some keys may be left out.
+    pub(crate) fn has_globs(&self) -> bool {
+        !self.include.globs.is_empty() || !self.exclude.globs.is_empty()
+    }
+
     /// Returns `true` if `--include` selects a key.
     pub(crate) fn includes(&self, key: &str) -> bool {
         self.include.globs.is_empty() || self.include.set.is_match(key)
@@ -90,16 +95,23 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Checks that each glob of `--include` matches one of these keys.
+    /// Checks that each glob of `--include` matches one of these keys. A glob of `--exclude` that
+    /// matches none may be one that is given for many checkpoints, and is only told.
     ///
     /// # Errors
-    /// A glob that matches no key, which is probably a mistake.
-    pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
+    /// A glob of `--include` that matches no key, which is probably a mistake.
+    pub(crate) fn check_globs<'k>(
+        &self,
+        keys: impl Iterator<Item = &'k str> + Clone,
+    ) -> Result<()> {
         // Only the first is told: the others are likely to have the same slip.
-        if let Some(glob) = self.include.list_unused(keys).first() {
+        if let Some(glob) = self.include.list_unused(keys.clone()).first() {
             bail!(no_such_keys_error(format!(
                 "`--include {glob}` matches no key"
             )));
+        }
+        for glob in self.exclude.list_unused(keys) {
+            output::print_message(&format!("`--exclude {}` matches no key", escaped(glob)));
         }
         Ok(())
     }
@@ -150,8 +162,7 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    /// Checks that the options fit the keys of a checkpoint. A glob of `--exclude` that matches no
-    /// key may be one that is given for many checkpoints, and is only told.
+    /// Checks that the options fit the keys of a checkpoint.
     ///
     /// # Errors
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become one
@@ -163,10 +174,7 @@ impl<'a> Keys<'a> {
             bail!(nothing_selected_error());
         }
         // The globs are checked against all keys, and not against those that other globs leave.
-        self.check_include(keys.clone())?;
-        for glob in self.exclude.list_unused(keys) {
-            output::print_message(&format!("`--exclude {}` matches no key", escaped(glob)));
-        }
+        self.check_globs(keys)?;
         for rule in self.rules {
             if !selected.iter().any(|key| apply_rename(rule, key).is_some()) {
                 let (old, new) = rule;

@@ -64,9 +64,10 @@ mod launch;
 mod train;
 
 use std::ffi::OsString;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 /// Shard candle models over many ranks; save, load and look into their state.
@@ -159,7 +160,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     // A reader of stdout that has seen enough is not an error, but a training run that stopped
     // halfway must not look done.
     let may_end_early = !command.is_train();
-    match prepare_and_execute(command) {
+    // The message of a panic is on stderr already.
+    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| prepare_and_execute(command))) else {
+        return exit_codes::INTERNAL;
+    };
+    match outcome {
         Ok(()) => exit_codes::OK,
         // The run has printed that it was stopped.
         Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
@@ -182,7 +187,7 @@ fn end_with_refusal(error: &clap::Error, arguments: &[OsString]) -> ! {
     // Nothing is known of the options but their text. With `--npy -` stdout is for numbers.
     if error.use_stderr()
         && !runs_jobs
-        && arguments.iter().any(|argument| argument == "--json")
+        && asks_for_json(arguments)
         && !arguments.iter().any(|argument| argument == "-")
     {
         output::print_json_error(&outcome::explain_refusal(error));
@@ -190,15 +195,31 @@ fn end_with_refusal(error: &clap::Error, arguments: &[OsString]) -> ! {
     error.exit()
 }
 
+/// Returns `true` if a command line that may be wrong, or the environment, asks for JSON.
+fn asks_for_json(arguments: &[OsString]) -> bool {
+    arguments.iter().any(|argument| argument == "--json")
+        || std::env::var_os(variable_of("json")).is_some_and(|value| value == "true")
+}
+
+/// Returns the name of the variable of an option, which is called `name` in the code.
+fn variable_of(name: &str) -> String {
+    format!("FSDP_{}", name.to_uppercase())
+}
+
 /// Sets this process up for a command, and runs it.
 fn prepare_and_execute(command: Command) -> anyhow::Result<()> {
     stop::survive_file_size_limit()?;
+    // What only reads ends at a signal, also as the first process of a container.
+    if std::process::id() == 1 && command.only_reads() {
+        stop::StopRequest::new().listen()?;
+    }
     // The trace file is complete when the guard is dropped.
     let _guard = logs::start(command.trace_file().as_deref())?;
     execute(command)
 }
 
-/// The commands that run jobs. With `--json` they write an object for each event, and not only one.
+/// The commands that run jobs, or look at what a job would find. With `--json` they may write an
+/// object for each event, and not only one.
 const JOB_COMMANDS: [&str; 3] = ["train", "launch", "doctor"];
 
 /// The options of the commands on checkpoints that an environment variable may set. All others
@@ -219,7 +240,11 @@ fn command_line(json_has_variable: bool) -> clap::Command {
             if option.is_positional() || !has_variable {
                 return option;
             }
-            let variable = format!("FSDP_{}", name.to_uppercase());
+            let variable = variable_of(name);
+            // A template may set a variable to nothing.
+            if std::env::var_os(&variable).is_some_and(|value| value.is_empty()) {
+                return option;
+            }
             option.env(variable)
         })
     })
@@ -235,6 +260,35 @@ fn parse(arguments: &[OsString]) -> Result<Parsed, clap::Error> {
         }
         outcome => outcome,
     }
+    .map_err(|error| with_variable(error, arguments))
+}
+
+/// Adds to an error about the value of an option that the value is that of a variable, if it is.
+fn with_variable(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
+        return error;
+    };
+    let Some(flag) = option
+        .split([' ', '='])
+        .next()
+        .filter(|flag| flag.starts_with("--"))
+    else {
+        return error;
+    };
+    let is_given = arguments.iter().any(|argument| {
+        let text = argument.to_string_lossy();
+        text.strip_prefix(flag)
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+    });
+    let variable = variable_of(&flag[2..].replace('-', "_"));
+    if !is_given && std::env::var_os(&variable).is_some() {
+        let note = format!("the value is that of the variable {variable}");
+        error.insert(
+            ContextKind::Suggested,
+            ContextValue::StyledStrs(vec![note.into()]),
+        );
+    }
+    error
 }
 
 /// A command line.
@@ -325,6 +379,22 @@ impl Command {
         }
     }
 
+    /// Returns `true` for a command that writes nothing but its report.
+    const fn only_reads(&self) -> bool {
+        match self {
+            #[cfg(feature = "train")]
+            Command::Doctor(_) => true,
+            Command::Inspect(_)
+            | Command::Verify(_)
+            | Command::Diff(_)
+            | Command::Digest(_)
+            | Command::Log(_)
+            | Command::Ls(_)
+            | Command::Plan(_) => true,
+            _ => false,
+        }
+    }
+
     /// Returns the file that `--trace` names, for this process; `None` without a trace.
     fn trace_file(&self) -> Option<PathBuf> {
         match self {
@@ -375,11 +445,6 @@ fn execute(command: Command) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// The options of the commands on checkpoints that an environment variable may set. All others
-    /// change what is selected or written, and a variable that somebody has left would change it
-    /// unseen.
-    const TWINS_ON_CHECKPOINTS: [&str; 4] = ["json", "level", "no_progress", "threads"];
-
     #[test]
     fn the_command_line_is_consistent() {
         command_line(true).debug_assert();
@@ -395,7 +460,7 @@ mod tests {
                 let twin = option
                     .get_env()
                     .map(|twin| twin.to_string_lossy().into_owned());
-                let has_twin = runs || TWINS_ON_CHECKPOINTS.contains(&name);
+                let has_twin = runs || OPTIONS_WITH_VARIABLES.contains(&name);
                 assert_eq!(
                     twin,
                     has_twin.then(|| format!("FSDP_{}", name.to_uppercase())),

@@ -24,10 +24,10 @@ use crate::text::escaped;
 /// Options of `fsdp prune`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A
-checkpoint that a program of fsdp is reading stays, and so does one whose directory has files that do not belong to it, or that a link
-in RUN, or in the folder of the checkpoints, leads to. Files that an incremental save shares with a checkpoint that stays
-are not lost: each has a link of its own.")]
+Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A \
+checkpoint that a program of fsdp is reading stays, and so does one whose directory has files that do not belong to it, \
+or that a link in RUN, or in the folder of the checkpoints, leads to. Files that an incremental save shares with a \
+checkpoint that stays are not lost: each has a link of its own.")]
 pub(crate) struct PruneArguments {
     /// The folder of a run's checkpoints
     #[arg(value_name = "RUN")]

@@ -36,6 +36,14 @@ enum LevelName {
     Deep,
 }
 
+impl LevelName {
+    /// Returns the name that the option has.
+    fn name(self) -> String {
+        let value = self.to_possible_value().expect("no level is hidden");
+        value.get_name().to_owned()
+    }
+}
+
 /// Options of `fsdp verify`.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArguments {
@@ -96,7 +104,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
             }
             // With `--json` there is an object on stdout whatever happens.
             let early_error = Some(format!("{error:#}"));
-            let object = report_json(&path, &Report::default(), &[], None, early_error);
+            let object = report_json(arguments, &Report::default(), &[], None, early_error);
             return output::outcome_after_report(output::print_json(&object), Err(error));
         }
         Ok(opened) => opened,
@@ -135,11 +143,11 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         .map(|file| file.display().to_string())
         .collect();
     let printed = if arguments.work.json {
-        let object = report_json(&path, &report, &unknown_files, signed.as_ref(), None);
+        let object = report_json(arguments, &report, &unknown_files, signed.as_ref(), None);
         output::print_json(&object)
     } else {
         let mut lines: Vec<String> = signed.iter().map(sign::signed_line).collect();
-        lines.extend(report_lines(&report, &unknown_files));
+        lines.extend(report_lines(arguments.level, &report, &unknown_files));
         output::print_lines(&lines)
     };
     // One problem is enough for the message: the report above has all of them.
@@ -185,7 +193,7 @@ fn stored_bytes(source: &dyn Checkpoint) -> u64 {
 /// Returns the object of `--json`. A check that an error has ended early has this error as its only
 /// problem.
 fn report_json(
-    path: &str,
+    arguments: &VerifyArguments,
     report: &Report,
     unknown_files: &[String],
     signed: Option<&Signed>,
@@ -221,7 +229,7 @@ fn report_json(
         .collect();
     json!({
         "schema": SCHEMA,
-        "path": path,
+        "path": arguments.path.to_string(),
         "ok": problems.is_empty(),
         // If hashes lie beside the files now.
         "hashed": report.has_integrity,
@@ -237,6 +245,8 @@ fn report_json(
         "unknown_files": unknown_files,
         "stale_digests": report.stale_digests,
         "signed": signed.map(sign::signed_json),
+        // What was checked: it may come from a variable.
+        "level": arguments.level.name(),
     })
 }
 
@@ -246,7 +256,7 @@ fn are_all_of_kind(problems: &[Problem], kind: ErrorKind) -> bool {
 }
 
 /// Returns the lines for people: first the problems, last the verdict.
-fn report_lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
+fn report_lines(level: LevelName, report: &Report, unknown_files: &[String]) -> Vec<String> {
     let mut lines = Vec::new();
     for problem in &report.problems {
         lines.push(format!("bad       {}", problem_text(problem)));
@@ -280,10 +290,10 @@ fn report_lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
     } else {
         "damaged"
     };
-    let hashes = if report.has_integrity {
-        "hashes"
-    } else {
-        "no hashes"
+    let hashes = match report.has_integrity {
+        true if level < LevelName::Hashes => "hashes not checked",
+        true => "hashes",
+        false => "no hashes",
     };
     let tensors = count_text(report.tensors, "tensor", "tensors");
     let values = count_text(report.values, "value", "values");

@@ -40,6 +40,7 @@
 //! | list, tuple, set | `l`, `t`, `S` | number of values, and the values; those of a set in the order of these bytes |
 //! | dict | `d` | number of entries, and each one's key and value |
 //! | tensor | `T` | the 16 bytes of its digest |
+//! | object of a known Python type | `o` | length and name of the type, and the value that describes it |
 //! | any other | `?` | length and a text that distinguishes it from others |
 //!
 //! The root of a state dict is XXH3 of `fsdp-digest-1-state`, a zero byte, and for each name in

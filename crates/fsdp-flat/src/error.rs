@@ -21,6 +21,14 @@ pub enum FlatError {
         /// Its dtype.
         dtype: DType,
     },
+    /// A rank beyond those that share a FlatParameter: its number in the whole job, perhaps.
+    #[error("there is no rank {rank} among the {world_size} that share a FlatParameter")]
+    NoSuchRank {
+        /// The rank given.
+        rank: usize,
+        /// Ranks that share it.
+        world_size: usize,
+    },
     /// One FlatParameter has one dtype.
     #[error(
         "must flatten tensors with uniform dtype, but got {expected} and {found} (parameter `{fqn}`)"

@@ -24,8 +24,13 @@ impl FlatParameter {
     /// FlatParameter.
     ///
     /// # Errors
-    /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
+    /// There must be such a rank, and `shard` must be one-dimensional with
+    /// `layout.sharded_numel()` elements.
     pub fn new(layout: FlatLayout, rank: usize, shard: Tensor) -> Result<Self, FlatError> {
+        let world_size = layout.world_size();
+        if rank >= world_size {
+            return Err(FlatError::NoSuchRank { rank, world_size });
+        }
         if shard.dims() != [layout.sharded_numel()] {
             let expected = layout.sharded_numel();
             return Err(FlatError::shape(
@@ -120,6 +125,19 @@ mod tests {
     use candle_core::Device;
     use fsdp_layout::TensorBox;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_rank_of_the_whole_job_is_refused_where_fewer_share_the_parameter() {
+        let layout = FlatLayout::new(vec![("p".to_owned(), vec![4])], 0, 2).unwrap();
+        let shard = Tensor::zeros(2, candle_core::DType::F32, &Device::Cpu).unwrap();
+        assert!(matches!(
+            FlatParameter::new(layout, 5, shard),
+            Err(FlatError::NoSuchRank {
+                rank: 5,
+                world_size: 2
+            })
+        ));
+    }
 
     proptest! {
         /// Sharding any parameters over any ranks and reading the boxes of all ranks gives back the

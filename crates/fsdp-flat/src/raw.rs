@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fsdp_layout::{DType, boxes::checked_numel};
+use fsdp_layout::{DType, boxes::checked_bytes};
 
 use crate::error::FlatError;
 
@@ -21,9 +21,7 @@ impl RawTensor {
     /// The number of bytes must be that of the shape.
     pub fn new(dtype: DType, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, FlatError> {
         // A shape that overflows takes more bytes than can be given.
-        let needed = checked_numel(&shape)
-            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
-            .unwrap_or(usize::MAX);
+        let needed = checked_bytes(&shape, dtype).unwrap_or(usize::MAX);
         if needed != bytes.len() {
             return Err(FlatError::WrongSize {
                 given: bytes.len(),

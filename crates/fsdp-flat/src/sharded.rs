@@ -280,8 +280,18 @@ impl ShardedTensor {
         self.map(|tensor| storage::to_device(tensor, device))
     }
 
+    /// Casts the values to another dtype. A rank that has none of them gets the dtype too.
+    ///
+    /// # Errors
+    /// candle's errors.
+    pub fn to_dtype(&self, dtype: candle_core::DType) -> Result<Self, FlatError> {
+        let cast = self.map(|tensor| Ok(tensor.to_dtype(dtype)?))?;
+        Ok(ShardedTensor { dtype, ..cast })
+    }
+
     /// Returns a sharded tensor with the same boxes, where `f` has replaced the tensor of each box.
-    /// `f` must keep the shapes. It may change the dtype, but must then do so for all boxes.
+    /// `f` must keep the shapes, and the dtype: a rank without boxes would not learn of another one
+    /// ([`Self::to_dtype`] changes it everywhere).
     ///
     /// # Errors
     /// The errors of `f` and of [`Self::new`].
@@ -432,6 +442,18 @@ mod tests {
             .read_box(&TensorBox::new(vec![1, 1], vec![1, 2]))
             .unwrap();
         assert_eq!(part.to_vec2::<f32>().unwrap(), [[3., 4.]]);
+    }
+
+    #[test]
+    fn a_rank_without_boxes_is_cast_too() {
+        let boxes = boxes_of_flat_range(&[8], 0..8);
+        let full = ShardedTensor::from_flat(&[8], boxes, &arange(8)).unwrap();
+        let empty = ShardedTensor::new(full.dtype(), vec![8], Vec::new()).unwrap();
+        for sharded in [full, empty] {
+            let cast = sharded.to_dtype(candle_core::DType::BF16).unwrap();
+            assert_eq!(cast.dtype(), candle_core::DType::BF16);
+            assert_eq!(cast.boxes(), sharded.boxes());
+        }
     }
 
     #[test]

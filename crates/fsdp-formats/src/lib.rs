@@ -130,11 +130,10 @@ pub mod internals {
     pub use crate::deepspeed::universal::parameter_files;
     pub use crate::digest::{check_copy, digest_of_quantizer};
     pub use crate::formats::opaque::{digest_of_opaque, opaque_entries, stream_stored};
-    pub use crate::formats::read::byte_length;
     pub use crate::formats::replicas::compare;
     pub use crate::formats::stream::{check_expansion, stream_boxes};
     pub use crate::plan::{check_key_length, validate_chunks};
-    pub use crate::shown::shown;
+    pub use crate::shown::{decimal_text, shown};
     pub use crate::threads::{default_threads, on_each};
 
     // Writing the files of other formats, and of hashes, with the same guarantees as those of a

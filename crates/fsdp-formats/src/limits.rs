@@ -48,8 +48,8 @@ pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
 pub(crate) const PICKLE_FACTOR: u64 = 40;
 /// The most attributes of an object. Looking one up is a linear search.
 pub(crate) const MAX_ATTRIBUTES: usize = 256;
-/// The deepest nesting of values inside one pickle.
-pub const MAX_DEPTH: usize = 200;
+/// The deepest nesting of values.
+pub use fsdp_layout::MAX_DEPTH;
 /// The farthest that a memo index may be from the last one used (picklers number them one by one).
 pub(crate) const MAX_MEMO_GAP: usize = 1024;
 /// The most bytes of one integer.

@@ -187,10 +187,10 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         }
         links.push((found.step, link));
     }
-    // Checkpoints of other programs have no lineage, but a step in their names.
+    // Those of other programs, and damaged ones, have no lineage, but a step in their names.
     links.sort_by_cached_key(|(step_in_name, link)| {
         let recorded_step = link.lineage.as_ref().map(|lineage| lineage.step);
-        (recorded_step, *step_in_name, link.name.clone())
+        (recorded_step.unwrap_or(*step_in_name), link.name.clone())
     });
     let mut links: Vec<Link> = links.into_iter().map(|(_, link)| link).collect();
     add_notes(&mut links);

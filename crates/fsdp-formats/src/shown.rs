@@ -26,6 +26,9 @@ fn append_value(value: &PlainValue, text: &mut String) {
         PlainValue::Bool(true) => text.push_str("True"),
         PlainValue::Bool(false) => text.push_str("False"),
         PlainValue::Int(number) => text.push_str(&number.to_string()),
+        PlainValue::BigInt(bytes) if bytes.len() <= MAX_BYTES / 4 => {
+            text.push_str(&decimal_text(bytes));
+        }
         PlainValue::BigInt(bytes) => text.push_str(&format!("an integer of {} bytes", bytes.len())),
         PlainValue::Float(number) => text.push_str(&format!("{number:?}")),
         PlainValue::Str(string) => {
@@ -72,6 +75,38 @@ fn append_items(open: &str, items: &[PlainValue], close: &str, text: &mut String
         append_value(item, text);
     }
     text.push_str(close);
+}
+
+/// Returns the decimal digits of an integer in little-endian two's complement of any length. The time
+/// is quadratic in it.
+pub fn decimal_text(bytes: &[u8]) -> String {
+    let is_negative = bytes.last().is_some_and(|last_byte| last_byte & 0x80 != 0);
+    let mut magnitude = bytes.to_vec();
+    if is_negative {
+        // The magnitude is the two's complement: all bits inverted, plus 1.
+        let mut carry = true;
+        for byte in &mut magnitude {
+            (*byte, carry) = (!*byte).overflowing_add(u8::from(carry));
+        }
+    }
+    // Divide by 10 until nothing is left: the remainders are the digits, the last one first.
+    let mut digits = Vec::new();
+    while magnitude.iter().any(|&byte| byte != 0) {
+        let mut remainder = 0u32;
+        for byte in magnitude.iter_mut().rev() {
+            let value = remainder << 8 | u32::from(*byte);
+            *byte = (value / 10) as u8;
+            remainder = value % 10;
+        }
+        digits.push(char::from(b'0' + remainder as u8));
+    }
+    if digits.is_empty() {
+        digits.push('0');
+    }
+    if is_negative {
+        digits.push('-');
+    }
+    digits.iter().rev().collect()
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::DType;
+
 /// A hyper-rectangle of an N-d tensor: `offsets[d] .. offsets[d] + sizes[d]` in each dimension.
 ///
 /// A 0-d tensor has exactly one box, with no dimensions and one element.
@@ -138,6 +140,18 @@ pub fn checked_numel(shape: &[usize]) -> Option<usize> {
     shape
         .iter()
         .try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
+}
+
+/// Returns the number of bytes of the elements of a shape, or `None` if it does not fit a `usize`.
+#[must_use]
+pub fn checked_bytes(shape: &[usize], dtype: DType) -> Option<usize> {
+    checked_numel(shape)?.checked_mul(dtype.size_in_bytes() as usize)
+}
+
+/// Returns the number of bytes of the elements of a shape, or the largest number if they are more.
+#[must_use]
+pub fn saturating_bytes(shape: &[usize], dtype: DType) -> u64 {
+    checked_bytes(shape, dtype).map_or(u64::MAX, |bytes| bytes as u64)
 }
 
 /// Returns, for each dimension of a row-major tensor, the number of elements from one index to the
@@ -401,6 +415,10 @@ mod tests {
     fn absurd_sizes_do_not_overflow() {
         assert_eq!(checked_numel(&[usize::MAX, 2]), None);
         assert_eq!(checked_numel(&[usize::MAX, 0, 9]), Some(0));
+        assert_eq!(checked_bytes(&[3, 5], DType::BF16), Some(30));
+        assert_eq!(checked_bytes(&[usize::MAX / 2, 2], DType::F32), None);
+        assert_eq!(saturating_bytes(&[usize::MAX, 2], DType::U8), u64::MAX);
+        assert_eq!(saturating_bytes(&[usize::MAX, 2, 0], DType::U8), 0);
         assert!(!TensorBox::new(vec![usize::MAX], vec![2]).fits(&[5]));
         assert_eq!(
             TensorBox::new(vec![usize::MAX], vec![2]).to_string(),

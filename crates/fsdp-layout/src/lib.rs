@@ -36,6 +36,6 @@ pub use dtype::DType;
 pub use failure::{ErrorKind, Failure, with_causes};
 pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
 pub use mesh::DeviceMesh;
-pub use path::{KeyPath, PathPart};
+pub use path::{KeyPath, MAX_DEPTH, PathPart};
 pub use placement::Placement;
 pub use value::{PlainTensor, PlainValue, PythonType};

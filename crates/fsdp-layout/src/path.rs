@@ -29,6 +29,9 @@ pub fn has_empty_part(key: &str) -> bool {
     key.split('.').any(str::is_empty)
 }
 
+/// The depth from which on nested values are refused: the functions that walk them are recursive.
+pub const MAX_DEPTH: usize = 200;
+
 /// The path from the root of a state dict to a value: torch's `planner_data` tuple.
 ///
 /// ```

@@ -14,7 +14,7 @@ use fsdp_formats::writer::{
     finish_encoded, write_rank,
 };
 use fsdp_formats::{FileError, Location};
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -118,8 +118,7 @@ impl Staging {
                 )));
             }
             // The sizes come from the caller, so their product may overflow.
-            let box_bytes = checked_numel(&bounds.sizes)
-                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
+            let box_bytes = checked_bytes(&bounds.sizes, dtype)
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
             let memory = if buffer.is_callable() {
                 TensorBytes::InPieces(buffer.unbind())

@@ -76,7 +76,7 @@ pub fn gather_state_dict(
         return Ok(StateDict::new());
     }
     // The structure is this rank's own, with the gathered values in their places.
-    let mut gathered = state.clone();
+    let mut gathered = state.clone().without_notes();
     for (path, value) in values {
         replace_element(&mut gathered, &path, value);
     }
@@ -87,8 +87,9 @@ pub fn gather_state_dict(
 /// rank that writes a file needs memory for one tensor, and not for all of them.
 ///
 /// Values come sorted by path. `sink` is called only on the ranks that keep the result. If it fails
-/// on one rank, all ranks get that error after at most 256 MiB more of tensors. Collectives: the
-/// same as [`gather_state_dict`].
+/// on one rank, all ranks get that error after at most 256 MiB more of tensors. In these it may get
+/// tensors of zeros, so what it has written counts only once this returns without an error.
+/// Collectives: the same as [`gather_state_dict`].
 ///
 /// # Errors
 /// The same as [`gather_state_dict`], and those of `sink`.

@@ -80,6 +80,7 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
             other => other.clone(),
         })
     })
+    .map(StateDict::without_notes)
 }
 
 /// Returns `true` if two dicts have the same structure, and in the same places tensors of the same

@@ -3,7 +3,7 @@
 use fsdp_comm::CommError;
 use fsdp_digest::DigestError;
 use fsdp_flat::{FlatError, candle_message};
-use fsdp_layout::{ErrorKind, Failure, TensorBox};
+use fsdp_layout::{ErrorKind, Failure, MAX_DEPTH, TensorBox};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -222,6 +222,19 @@ pub enum StateError {
     ShardedInTuple {
         /// The flat key of the tuple.
         key: String,
+    },
+    /// [`LoadOptions::only`](crate::LoadOptions::only) is a list of no keys.
+    #[error(
+        "`only` selects nothing, so that nothing would be loaded: name the keys, or leave it out"
+    )]
+    NothingSelected,
+    /// A path has so many parts that its value would be nested too deep.
+    #[error("`{path}…` is nested {depth} deep, and {} is the limit", MAX_DEPTH - 1)]
+    TooDeep {
+        /// The flat key of the beginning of the path.
+        path: String,
+        /// The number of its parts.
+        depth: usize,
     },
     /// A tensor has more bytes than memory has addresses.
     #[error("`{key}` has the shape {shape:?}, which is too large for memory")]

@@ -4,7 +4,7 @@
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{self, StorageGuard, Upload, is_released};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::StateError;
@@ -52,8 +52,7 @@ impl Memory {
     /// # Errors
     /// [`FlatError::OutOfMemory`].
     pub(crate) fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
-        let bytes = checked_numel(shape)
-            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
+        let bytes = checked_bytes(shape, dtype)
             .and_then(|bytes| storage::zeroed_vec(bytes).ok())
             .ok_or_else(|| FlatError::OutOfMemory {
                 dtype: dtype.to_string(),

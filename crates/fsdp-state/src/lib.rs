@@ -22,7 +22,8 @@
 //! - The order of the keys in a rank's dict does not matter: collectives use the order of sorted
 //!   paths.
 //! - Tensors in the result own their memory. Arguments are unchanged.
-//! - Tensors on a GPU are sent through host memory.
+//! - Tensors on a GPU are sent from there if the group has collectives on GPUs (NCCL), and through
+//!   host memory otherwise.
 
 mod collectives;
 mod copy;

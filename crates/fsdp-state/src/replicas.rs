@@ -122,7 +122,12 @@ fn compare(
         .collect();
     let mut received = Vec::new();
     let length = receive_counts.iter().sum();
-    try_reserve(&mut received, length)?;
+    if let Err(error) = try_reserve(&mut received, length) {
+        // The others are about to send. From now on every call returns the error of the abort.
+        group.abort(error.to_string());
+        group.barrier()?;
+        return Err(error);
+    }
     received.resize(length, 0);
     group.all_to_all_uneven(&mut received, &receive_counts, &send.concat(), &send_counts)?;
     // The ranks that hold each name, with their digests.

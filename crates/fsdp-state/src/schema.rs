@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use fsdp_flat::storage::is_released;
 use fsdp_flat::{FlatError, dtype};
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::{checked_bytes, checked_numel};
 use fsdp_layout::{DType, KeyPath, PathPart};
 use itertools::{EitherOrBoth, Itertools as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -66,9 +66,7 @@ impl Leaf {
             return Err(FlatError::Freed { shape }.into());
         }
         // Code that allocates memory for a tensor of a schema multiplies its sizes unchecked.
-        let bytes = checked_numel(&shape)
-            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
-        match bytes {
+        match checked_bytes(&shape, dtype) {
             Some(_) => Ok(leaf),
             None => Err(StateError::TooLarge {
                 key: key.flat_key(),

@@ -71,6 +71,24 @@ impl StateDict {
         self
     }
 
+    /// Takes the notes of [`Self::as_snapshot`] away, here and in all dicts below: for a dict whose
+    /// values belong to nothing else.
+    pub(crate) fn without_notes(mut self) -> Self {
+        self.snapshot = None;
+        let mut values: Vec<&mut StateValue> = self.entries.values_mut().collect();
+        while let Some(value) = values.pop() {
+            match value {
+                StateValue::Dict(dict) => {
+                    dict.snapshot = None;
+                    values.extend(dict.entries.values_mut());
+                }
+                StateValue::List(items) | StateValue::Tuple(items) => values.extend(items),
+                _ => {}
+            }
+        }
+        self
+    }
+
     /// Checks that a load in place of the keys that `is_loaded` selects would reach what the values
     /// belong to.
     ///
@@ -79,6 +97,8 @@ impl StateDict {
     pub fn check_reaches_owner(&self, is_loaded: impl Fn(&str) -> bool) -> Result<(), StateError> {
         // Dicts that are yet to be looked into, and the beginning of their keys.
         let mut remaining = vec![(String::new(), self)];
+        // Values of dicts and lists, and the keys of these.
+        let mut values: Vec<(String, &StateValue)> = Vec::new();
         while let Some((prefix, dict)) = remaining.pop() {
             for (key, value) in dict {
                 let key_here = format!("{prefix}{key}");
@@ -91,8 +111,16 @@ impl StateDict {
                         advice: snapshot.advice,
                     });
                 }
-                if let StateValue::Dict(inner) = value {
-                    remaining.push((format!("{key_here}."), inner));
+                values.push((key_here, value));
+            }
+            while let Some((key, value)) = values.pop() {
+                match value {
+                    StateValue::Dict(inner) => remaining.push((format!("{key}."), inner)),
+                    StateValue::List(items) | StateValue::Tuple(items) => {
+                        let keys = (0..).map(|index: usize| format!("{key}.{index}"));
+                        values.extend(keys.zip(items));
+                    }
+                    _ => {}
                 }
             }
         }

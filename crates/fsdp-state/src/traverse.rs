@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{KeyPath, MAX_DEPTH, PathPart, PlainValue};
 
 use crate::error::StateError;
 use crate::state_dict::{StateDict, StateValue};
@@ -201,6 +201,7 @@ pub(crate) fn replace_element(state: &mut StateDict, path: &KeyPath, value: Stat
 /// # Errors
 /// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through
 /// something that is no container or one of another kind, or has an index of 2^20 or more.
+/// [`StateError::TooDeep`] if it has 200 parts or more.
 /// The dict is unchanged then, except for containers that were made on the way.
 ///
 /// ```
@@ -217,6 +218,7 @@ pub fn set_element(
     path: &KeyPath,
     value: impl Into<StateValue>,
 ) -> Result<(), StateError> {
+    check_depth(path)?;
     match path.0.as_slice() {
         [PathPart::Key(first_key), rest @ ..] => set_below(
             entry_or_insert(state, first_key, rest),
@@ -231,8 +233,21 @@ pub fn set_element(
     }
 }
 
-/// Checks that lists which are made of these paths have about as many elements as there are paths.
-/// Otherwise a few paths of a checkpoint could ask for many long lists of nothing.
+/// Refuses a path of too many parts: a checkpoint can ask for any number.
+fn check_depth(path: &KeyPath) -> Result<(), StateError> {
+    let depth = path.0.len();
+    if depth < MAX_DEPTH {
+        return Ok(());
+    }
+    let beginning = KeyPath(path.0[..3].to_vec());
+    Err(StateError::TooDeep {
+        path: beginning.flat_key(),
+        depth,
+    })
+}
+
+/// Checks that no path is too deep, and that lists which are made of these paths have about as many
+/// elements as there are paths. Otherwise a few paths of a checkpoint could ask for many long lists of nothing.
 pub(crate) fn check_gaps<'p>(
     paths: impl Iterator<Item = &'p KeyPath> + Clone,
 ) -> Result<(), StateError> {
@@ -245,6 +260,7 @@ pub(crate) fn check_gaps<'p>(
     let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
     let mut total = 0usize;
     for path in paths {
+        check_depth(path)?;
         for (depth, part) in path.0.iter().enumerate() {
             let PathPart::Index(index) = part else {
                 continue;
@@ -435,6 +451,29 @@ mod tests {
             path(&[key("a"), PathPart::Index(0), key("x")]),
         ] {
             assert!(get_element(&state, &missing).is_none(), "{missing:?}");
+        }
+    }
+
+    #[test]
+    fn paths_of_too_many_parts_are_refused_before_anything_is_made_or_counted() {
+        for part in [key("p"), PathPart::Index(0)] {
+            let mut parts = vec![key("a")];
+            parts.resize(MAX_DEPTH - 1, part.clone());
+            let mut state = StateDict::new();
+            set_element(&mut state, &path(&parts), 1i64).unwrap();
+            parts.resize(500_000, part);
+            let too_deep = path(&parts);
+            let mut untouched = StateDict::new();
+            for error in [
+                set_element(&mut untouched, &too_deep, 1i64).unwrap_err(),
+                check_gaps([&too_deep].into_iter()).unwrap_err(),
+            ] {
+                assert!(
+                    matches!(error, StateError::TooDeep { depth: 500_000, .. }),
+                    "{error}"
+                );
+            }
+            assert!(untouched.is_empty());
         }
     }
 

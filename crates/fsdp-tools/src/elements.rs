@@ -201,13 +201,6 @@ fn decode_float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f
     }
 }
 
-/// Returns the number of bytes of a tensor, or the largest number if they are more.
-pub(crate) fn saturating_bytes(shape: &[usize], dtype: DType) -> u64 {
-    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
-        bytes.saturating_mul(size as u64)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -109,10 +109,13 @@ impl MemoryTier {
     /// Returns the position of a step that [`Self::join_newest`] has joined at this path; `None`
     /// for any other path.
     pub(crate) fn position_of(&self, path: &Location) -> Option<RunPosition> {
-        if !path.name().starts_with(self.directory.name()) {
+        // Other checkpoints may lie in the tier's directory too.
+        let joined_in = &self.run_directory.as_ref()?.root;
+        let name = path.name().file_name()?.to_str()?;
+        if *path != joined_in.join(name) {
             return None;
         }
-        position_of_joined(path.name().file_name()?.to_str()?)
+        position_of_joined(name)
     }
 
     /// Returns the newest position of which this host has a part; `None` if it has none, or if the

@@ -36,8 +36,8 @@ pub(crate) struct PlanCache {
 pub(crate) struct CachedPlan {
     /// The hash of this rank's layout, from which its part of the plan was made.
     layout_hash: u128,
-    /// A hash of what the plan was made of on all ranks.
-    shared_hash: u64,
+    /// A hash of what the plan was made of on all ranks. Plans of the same hash are the same.
+    pub(crate) shared_hash: u64,
     /// The boxes and values that this rank writes.
     pub(crate) selection: Selection,
     /// The bytes of tensors that this rank writes.
@@ -77,8 +77,6 @@ pub(crate) struct Planned<'p> {
     /// The boxes and values that this rank holds.
     pub(crate) local: LocalState,
     pub(crate) cached: &'p CachedPlan,
-    /// `true` if the plan is that of the save before.
-    pub(crate) is_unchanged: bool,
 }
 
 impl PlanCache {
@@ -122,7 +120,6 @@ impl PlanCache {
         Ok(Planned {
             local,
             cached: self.cached.insert(cached),
-            is_unchanged,
         })
     }
 }

@@ -87,6 +87,32 @@ fn steps(run: &Path) -> Vec<u64> {
 }
 
 #[test]
+fn a_process_that_goes_back_by_a_snapshot_of_its_own_begins_a_branch() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CheckpointerOptions::default();
+    let left = process(dir.path(), &options, |checkpointer, _| {
+        [10, 20, 15, 17].map(|step| checkpointer.save(step, &state(step as f32)).unwrap().left)
+    });
+    assert_eq!(left, [None, None, Some(20), None]);
+    assert_eq!(restart(dir.path(), &options), (17, 17.0));
+    // The same step once more is a replacement.
+    let replace = CheckpointerOptions {
+        save: SaveOptions {
+            overwrite: true,
+            ..SaveOptions::default()
+        },
+        ..CheckpointerOptions::default()
+    };
+    let left = process(dir.path(), &replace, |checkpointer, _| {
+        let mut live = state(0.0);
+        checkpointer.load_latest(&mut live).unwrap();
+        [30, 30].map(|step| checkpointer.save(step, &state(0.3)).unwrap().left)
+    });
+    assert_eq!(left, [None, None]);
+    assert_eq!(restart(dir.path(), &options), (30, 0.3));
+}
+
+#[test]
 fn a_run_that_went_back_continues_from_its_new_branch() {
     let dir = tempfile::tempdir().unwrap();
     let options = CheckpointerOptions::default();

@@ -153,6 +153,46 @@ fn frozen_weights_are_written_once_and_each_checkpoint_is_whole_without_the_othe
 }
 
 #[test]
+fn zeros_of_another_layout_are_not_linked_after_a_save_that_failed() {
+    let dir = tempfile::tempdir().unwrap();
+    // Zeros of any length have the same sum.
+    let zeros = |group: &ProcessGroup, length: usize| {
+        let mut state = state(group, 1.0, 0);
+        let zeros = Tensor::zeros(length, candle_core::DType::F32, &Device::Cpu).unwrap();
+        state.insert("moments", zeros);
+        state
+    };
+    run_local(RANKS, |group| {
+        let mut saver = checkpointer(dir.path(), &group, incremental());
+        let mut save =
+            |name: &str, length: usize| saver.save(dir.path().join(name), &zeros(&group, length));
+        save("first", 400_000).unwrap();
+        // It is there already, which is found once the new layout has been planned.
+        save("first", 800_000).unwrap_err();
+        save("second", 800_000).unwrap();
+    })
+    .unwrap();
+    for (name, length) in [("first", 400_000), ("second", 800_000)] {
+        let path = dir.path().join(name);
+        let checkpoint = open(&*path, OpenOptions::default()).unwrap();
+        let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.is_ok(), "{name}: {:?}", report.problems);
+        run_local(1, |group| {
+            let mut wanted = StateDict::new();
+            let ones = Tensor::ones(length, candle_core::DType::F32, &Device::Cpu).unwrap();
+            wanted.insert("moments", ones);
+            load(&*path, &mut wanted, &group, &LoadOptions::default()).unwrap();
+            let moments = wanted
+                .get("moments")
+                .and_then(StateValue::as_tensor)
+                .unwrap();
+            assert_eq!(moments.to_vec1::<f32>().unwrap(), vec![0.0; length]);
+        })
+        .unwrap();
+    }
+}
+
+#[test]
 fn weights_that_change_are_written_again_and_a_plain_save_links_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let at = |step: usize| directory.path().join(step.to_string());

@@ -151,8 +151,8 @@ pub(crate) struct ReshardArguments {
 /// Options of `fsdp merge`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The average is that of floating-point tensors, but for the state of optimizers. All else is taken from the first
-checkpoint. The averaged weights that a run keeps beside its model (EMA) are copied out with
+The average is that of floating-point tensors, but for the state of optimizers. All else is taken from the first \
+checkpoint. The averaged weights that a run keeps beside its model (EMA) are copied out with \
 `fsdp convert --include 'ema.*' --rename ema.=`.
 
 Examples:

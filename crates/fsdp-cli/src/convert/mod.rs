@@ -144,6 +144,13 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         sources.push(view);
     }
     let Some(adapter_location) = &arguments.lora else {
+        if sources.len() < 2 {
+            bail!(usage_error(
+                "one checkpoint is nothing to merge",
+                "give several `--from`, or an adapter with `--lora`; `fsdp convert` writes another \
+                 format",
+            ));
+        }
         let average = Average::new(sources, &arguments.weight)?;
         if let Some(model_directory) = destination.model_directory {
             average.check_configuration(model_directory)?;

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use fsdp_formats::checkpoint::{Change, Checkpoint};
 use fsdp_formats::metadata::Metadata;
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_layout::count_text;
 use fsdp_tools::convert::Converted;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
@@ -279,7 +280,7 @@ impl TensorParallelReport {
             let shapes: Vec<Vec<usize>> =
                 (0..plan.ranks()).map(|rank| cut.shape_of(rank)).collect();
             for (bytes, shape) in bytes_by_rank.iter_mut().zip(&shapes) {
-                let part_bytes = inspect::shape_bytes(tensor.properties.dtype, shape);
+                let part_bytes = saturating_bytes(shape, tensor.properties.dtype);
                 *bytes = bytes.saturating_add(part_bytes);
             }
             if lists_tensors {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::{StorageInfo, TensorEntry};
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_tools::convert::Rename;
 use serde::Serialize;
 
@@ -69,7 +70,7 @@ impl<'a> CheckpointFiles<'a> {
                 let file = contents_by_file
                     .entry(&stored.relative_path)
                     .or_insert_with(|| FileContents::new(stored));
-                let box_bytes = inspect::shape_bytes(entry.properties.dtype, &chunk.bounds.sizes);
+                let box_bytes = saturating_bytes(&chunk.bounds.sizes, entry.properties.dtype);
                 file.boxes += 1;
                 file.bytes = file.bytes.saturating_add(box_bytes);
             }

@@ -41,16 +41,16 @@ pub(crate) struct PictureArguments {
     #[command(flatten)]
     filter: KeyFilter,
     /// Show at most N tensors, the first by name [default: 32 in a terminal, 300 in a file]
-    #[arg(long, value_name = "N", value_parser = one_to(MAX_TENSORS))]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_TENSORS), conflicts_with = "json")]
     limit: Option<usize>,
     /// Write a picture
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["html", "json"])]
+    #[arg(long, value_name = "FILE", group = "file", conflicts_with_all = ["html", "json"])]
     svg: Option<PathBuf>,
     /// Write a page with the picture, which needs no other file
-    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    #[arg(long, value_name = "FILE", group = "file", conflicts_with = "json")]
     html: Option<PathBuf>,
     /// Replace the file that is there
-    #[arg(long)]
+    #[arg(long, requires = "file")]
     overwrite: bool,
     /// One JSON object on stdout: the boxes and bytes of each file. Those of each tensor are in
     /// `fsdp inspect --json`
@@ -80,6 +80,7 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     if checkpoint_files.entries.is_empty() && !source.metadata().entries.is_empty() {
         bail!(nothing_selected_error());
     }
+    keys.check_globs(source.metadata().entries.keys().map(String::as_str))?;
     let Some(file) = file else {
         if arguments.json {
             return output::print_json(&checkpoint_files);

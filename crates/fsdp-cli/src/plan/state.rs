@@ -8,11 +8,11 @@ use fsdp_formats::metadata::Entry;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::writer::value_item_length;
 use fsdp_formats::{FileError, Location};
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use super::models::Parameter;
-use crate::inspect::shape_bytes;
 
 /// The state that an optimizer keeps for each parameter.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -218,12 +218,12 @@ impl JobState {
         for unit in &self.units {
             for (dtype, _) in &unit.kinds {
                 for (_, shape) in &unit.parameters {
-                    bytes = bytes.saturating_add(shape_bytes(*dtype, shape));
+                    bytes = bytes.saturating_add(saturating_bytes(shape, *dtype));
                 }
             }
         }
         for (_, dtype, shape) in &self.unsharded {
-            bytes = bytes.saturating_add(shape_bytes(*dtype, shape));
+            bytes = bytes.saturating_add(saturating_bytes(shape, *dtype));
         }
         bytes
     }

@@ -173,9 +173,14 @@ fn append_checkpoints(body: &mut String, checkpoints: &[Link]) {
     append_table(body, "Checkpoints", columns, &rows, hidden_rows);
 }
 
-/// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
+/// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there or
+/// the checkpoint is damaged.
 fn note_html(note: &Note) -> String {
-    let class = if note.is_break() { "bad" } else { "soft" };
+    let class = if note.is_break() || note.is_damage() {
+        "bad"
+    } else {
+        "soft"
+    };
     let text = escape(&note.to_string());
     format!("<span class=\"{class}\">{text}</span>")
 }

@@ -196,7 +196,8 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = RANKS, long, value_name = "SECONDS", default_value = "60")]
     pub(super) timeout: NonZeroU64,
     /// Total number of steps, those before a resume included
-    #[arg(help_heading = RUN, long, value_name = "S", default_value_t = 100)]
+    #[arg(help_heading = RUN, long, value_name = "S", default_value_t = 100,
+          value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) steps: u64,
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(help_heading = CHECKPOINTS, long, value_name = "K")]
@@ -267,9 +268,9 @@ pub(crate) struct TrainArguments {
     /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
     #[arg(help_heading = SHARDING, long, default_value_t)]
     pub(super) strategy: ShardingStrategy,
-    /// Replicas of the model under hybrid-shard
-    #[arg(help_heading = SHARDING, long, value_name = "R", default_value = "2")]
-    pub(super) replicas: NonZeroUsize,
+    /// Replicas of the model under hybrid-shard [default: 2]
+    #[arg(help_heading = SHARDING, long, value_name = "R")]
+    pub(super) replicas: Option<NonZeroUsize>,
     /// The optimizer sees the model's own parameters: the default
     #[arg(help_heading = SHARDING, long, overrides_with = "flat")]
     pub(super) use_orig_params: bool,

@@ -274,6 +274,14 @@ fn prepare<'a>(
     if let Some(Resume { step, path, .. }) = &resume
         && *step >= arguments.steps
     {
+        if is_new_run {
+            bail!(usage_error(
+                format!(
+                    "`--steps` is the number of all steps, and `{path}` is at step {step} already"
+                ),
+                "make `--steps` more than that",
+            ));
+        }
         if is_reporter {
             output::print_message(&format!(
                 "nothing to do: `{path}` is at step {step} of {}",
@@ -308,6 +316,7 @@ fn prepare<'a>(
         text,
         batches,
         origin,
+        is_new_run,
         is_saved,
         rows_read,
         resume: Mutex::new(resume.map(Arc::new)),
@@ -348,9 +357,19 @@ fn check_same_text(resume: &Resume, text: &Text) -> Result<()> {
 /// The ranks cannot be divided into equal replicas.
 fn make_mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
     if arguments.strategy != ShardingStrategy::HybridShard {
+        ensure!(
+            arguments.replicas.is_none(),
+            usage_error(
+                format!(
+                    "`--strategy {}` has no use for `--replicas`",
+                    arguments.strategy
+                ),
+                "leave it out, or choose `--strategy hybrid-shard`",
+            )
+        );
         return Ok(None);
     }
-    let replicas = arguments.replicas.get();
+    let replicas = arguments.replicas.map_or(2, NonZeroUsize::get);
     let sizes = [replicas, ranks / replicas];
     match DeviceMesh::new(&sizes, &["replicate", "shard"], ranks) {
         Ok(mesh) => Ok(Some(mesh)),

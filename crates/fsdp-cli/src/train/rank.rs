@@ -45,6 +45,8 @@ pub(super) struct Job<'a> {
     /// `true` if that is a durable checkpoint of the run itself, from which a further run continues
     /// like this one.
     pub(super) is_saved: bool,
+    /// `true` if this run does not continue one in its directory.
+    pub(super) is_new_run: bool,
     /// The number of rows of the text that the steps before that checkpoint have read.
     pub(super) rows_read: u64,
     /// The same checkpoint, open, until all ranks have read it.
@@ -199,7 +201,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
 /// the text of that one.
 fn open_reporter(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
     let opened = match group.rank() {
-        0 => Reporter::open(job.arguments, job.start_step()).map(Some),
+        0 => Reporter::open(job.arguments, job.start_step(), job.is_new_run).map(Some),
         _ => Ok(None),
     };
     let outcome = match &opened {

@@ -84,13 +84,17 @@ struct Bar {
 impl Reporter {
     /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of
     /// metrics and events. Removes the metrics of steps from `start_step` on, because these steps
-    /// are about to be done, maybe for a second time. If that is the first step, removes the events
-    /// too.
+    /// are about to be done, maybe for a second time. A new run removes all of both: they are of one that ended before its first
+    /// checkpoint.
     ///
     /// # Errors
     /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or
     /// shortened.
-    pub(super) fn open(arguments: &TrainArguments, start_step: u64) -> Result<Self> {
+    pub(super) fn open(
+        arguments: &TrainArguments,
+        start_step: u64,
+        is_new_run: bool,
+    ) -> Result<Self> {
         let out = &arguments.out;
         // The directory is created durably: checkpoints are saved in it, and would be lost with it
         // when power fails.
@@ -99,8 +103,7 @@ impl Reporter {
         lock(&events.file, out.display(), PROBE_TIMEOUT)?;
         let checkpoints = lock_checkpoints(arguments, PROBE_TIMEOUT)?;
         // Nothing is changed before both locks are held.
-        if start_step == 0 {
-            // Older events are of a run that ended before its first checkpoint.
+        if is_new_run {
             events
                 .file
                 .set_len(0)
@@ -108,7 +111,8 @@ impl Reporter {
         }
         end_last_line(&events.file).with_context(|| events.failed_to("open"))?;
         let metrics = LineFile::open(out.join(METRICS_FILE))?;
-        kept_length(&metrics.file, start_step)
+        let kept_steps = if is_new_run { 0 } else { start_step };
+        kept_length(&metrics.file, kept_steps)
             .and_then(|length| metrics.file.set_len(length))
             .with_context(|| metrics.failed_to("open"))?;
         let shows_bar = is_terminal() && !arguments.json && !arguments.no_progress;

@@ -243,6 +243,19 @@ impl Settings {
     /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which
     /// cannot change.
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
+        // A guess would fit the shapes as well, and be another model.
+        if let Some(resume) = resume
+            && arguments.heads.is_none()
+            && read_size(Some(resume), "heads")?.is_none()
+        {
+            bail!(usage_error(
+                format!(
+                    "`{}` does not tell the number of attention heads",
+                    resume.path
+                ),
+                "give it with `--heads`",
+            ));
+        }
         let gpt = GptConfig {
             layers: choose_size(arguments.layers, resume, "layers", 2)?,
             heads: choose_size(arguments.heads, resume, "heads", 4)?,
@@ -282,6 +295,21 @@ impl Settings {
                 )?)
                 .unwrap_or(arguments.steps),
         };
+        if schedule.decay == Decay::Constant && arguments.schedule_steps.is_some() {
+            bail!(usage_error(
+                "the learning rate is constant, so `--schedule-steps` would do nothing",
+                "choose how it falls with `--schedule`, or leave `--schedule-steps` out",
+            ));
+        }
+        if schedule.decay != Decay::Constant && schedule.warmup >= schedule.steps {
+            bail!(usage_error(
+                format!(
+                    "the learning rate rises for {} steps, and would fall to 0 after {}",
+                    schedule.warmup, schedule.steps
+                ),
+                "make `--warmup` shorter, or the schedule longer with `--schedule-steps`",
+            ));
+        }
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
             bail!(usage_error(
                 format!(
@@ -290,6 +318,18 @@ impl Settings {
                     schedule.steps, arguments.steps
                 ),
                 "make the schedule longer with `--schedule-steps`, or use `--schedule constant`",
+            ));
+        }
+        // The checkpoint keeps the path as text, and a resumed run looks there.
+        if let Some(data) = &arguments.data
+            && data.to_str().is_none()
+        {
+            bail!(usage_error(
+                format!(
+                    "`{}` is not UTF-8, which a checkpoint cannot keep",
+                    data.display()
+                ),
+                "give the text of `--data` another name",
             ));
         }
         // Seeds are unsigned, but integers in checkpoints are signed: the bits are kept.

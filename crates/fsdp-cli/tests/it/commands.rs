@@ -422,6 +422,17 @@ fn a_flipped_bit_in_a_sealed_checkpoint_is_found_where_it_is() {
         let length = fs::metadata(&path).unwrap().len() as usize;
         for byte in [0, length / 3, length - 1] {
             flip(&path, byte);
+            // A lower level does not look, and says so, also if a variable has set it.
+            let structure = fsdp(&["verify", &sealed])
+                .env("FSDP_LEVEL", "structure")
+                .assert()
+                .success();
+            structure.stdout(contains("hashes not checked"));
+            let structure = json(&["verify", &sealed, "--level", "structure"]);
+            assert_eq!(
+                (&structure["ok"], &structure["level"]),
+                (&true.into(), &"structure".into())
+            );
             let found = fsdp(&["verify", &sealed, "--json"])
                 .assert()
                 .code(i32::from(exit_codes::CORRUPT));

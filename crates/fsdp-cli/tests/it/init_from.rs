@@ -76,6 +76,34 @@ fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
         &loss(&whole[10..]),
     );
 
+    // No shape tells the number of heads, and a guess would be another model.
+    train(&at("guessed"), &options)
+        .arg(path("bare"))
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("give it with `--heads`"));
+    // Those steps are done: whoever wants as many more must say so.
+    train(&at("done"), &["--steps", "10", "--init-from"])
+        .arg(path("resharded"))
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("is at step 10 already"));
+    assert!(!at("guessed").exists() && !at("done").exists());
+    // A run that died before its first checkpoint has left its metrics and events.
+    train_small(&at("again"), &["--steps", "3", "--save-every", "100"]);
+    fs::remove_dir_all(at("again/step-00000003")).unwrap();
+    train(&at("again"), &options)
+        .arg(path("resharded"))
+        .assert()
+        .success();
+    let steps: Vec<u64> = losses_by_step(&at("again"))
+        .iter()
+        .map(|(step, _)| *step)
+        .collect();
+    assert_eq!(steps, (10..20).collect::<Vec<u64>>());
+    let events = fs::read_to_string(at("again/events.jsonl")).unwrap();
+    assert_eq!(events.matches("\"start\"").count(), 1, "{events}");
+
     // Only a model: its sizes are those of its tensors.
     fsdp(&[
         "convert",

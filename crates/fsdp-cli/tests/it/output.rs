@@ -56,6 +56,51 @@ fn single_files_are_sealed_beside_them() {
 }
 
 #[test]
+fn variables_that_are_empty_count_as_unset_and_wrong_ones_are_named() {
+    let source = fixture("fsdp2_adamw_ws2/dcp");
+    fsdp(&["verify", &source])
+        .env("FSDP_THREADS", "")
+        .assert()
+        .success();
+    fsdp(&["verify", &source])
+        .env("FSDP_THREADS", "many")
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("the value is that of the variable FSDP_THREADS"));
+    // The option is what is wrong, whatever the variable says.
+    fsdp(&["verify", &source, "--threads=many"])
+        .env("FSDP_THREADS", "2")
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("FSDP_THREADS").not());
+    // Whoever reads JSON gets JSON.
+    let refused = fsdp(&["inspect", &source, "--bogus"])
+        .env("FSDP_JSON", "true")
+        .assert()
+        .code(i32::from(exit_codes::USAGE));
+    let object: serde_json::Value = serde_json::from_slice(&refused.get_output().stdout).unwrap();
+    assert_eq!(object["error"]["exit_code"], exit_codes::USAGE);
+}
+
+#[test]
+fn one_checkpoint_is_nothing_to_merge() {
+    let directory = tempfile::tempdir().unwrap();
+    let to = place(&directory, "merged");
+    fsdp(&[
+        "merge",
+        "--from",
+        &fixture("fsdp2_adamw_ws2/dcp"),
+        &to,
+        "--to",
+        "hf",
+    ])
+    .assert()
+    .code(i32::from(exit_codes::USAGE))
+    .stderr(contains("or an adapter with `--lora`"));
+    assert!(!Path::new(&to).exists());
+}
+
+#[test]
 fn cat_shows_elements_statistics_and_values() {
     let directory = tempfile::tempdir().unwrap();
     let source = fixture("misc_ws2/dcp");
@@ -580,7 +625,16 @@ fn where_nothing_can_be_created_no_checkpoint_is_called_incomplete() {
         &["convert", fixture, below, "--to", "torch"],
         &["convert", fixture, below, "--to", "dcp"],
         &["reshard", fixture, below, "--world-size", "2"],
-        &["merge", "--from", fixture, below, "--to", "safetensors"],
+        &[
+            "merge",
+            "--from",
+            fixture,
+            "--from",
+            fixture,
+            below,
+            "--to",
+            "safetensors",
+        ],
         &["sign", fixture, "--key", key, "--signature", below],
         &["map", fixture, "--html", below],
     ] {

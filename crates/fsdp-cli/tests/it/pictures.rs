@@ -81,6 +81,26 @@ fn a_map_shows_each_file_and_the_part_of_each_tensor_in_it() {
 }
 
 #[test]
+fn options_of_a_map_that_would_do_nothing_are_refused() {
+    let cases: [(&[&str], &str); 4] = [
+        (
+            &["--include", "model.*", "--include", "zzz*"],
+            "`--include zzz*` matches no key",
+        ),
+        (&["--json", "--limit", "1"], "cannot be used with"),
+        (&["--json", "--overwrite"], "required"),
+        (&["--overwrite"], "required"),
+    ];
+    for (options, message) in cases {
+        fsdp(&["map", &fixture()])
+            .args(options)
+            .assert()
+            .failure()
+            .stderr(contains(message));
+    }
+}
+
+#[test]
 fn a_map_is_one_file_that_loads_nothing_and_escapes_names() {
     let directory = TempDir::new().unwrap();
     let model = directory.path().join("<b>.safetensors");

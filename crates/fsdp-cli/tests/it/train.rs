@@ -316,7 +316,7 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
     fs::write(&empty, "").unwrap();
     fs::write(&short, "too short").unwrap();
     let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
-    let cases: [(&[&str], u8, &str); 15] = [
+    let cases: [(&[&str], u8, &str); 19] = [
         (
             &["--nproc", "0"],
             exit_codes::USAGE,
@@ -367,6 +367,26 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
             &["--strategy", "hybrid-shard", "--nproc", "3"],
             exit_codes::USAGE,
             "cannot divide 3 ranks into 2",
+        ),
+        (
+            &["--replicas", "2", "--nproc", "2"],
+            exit_codes::USAGE,
+            "has no use for `--replicas`",
+        ),
+        (
+            &["--schedule-steps", "9"],
+            exit_codes::USAGE,
+            "`--schedule-steps` would do nothing",
+        ),
+        (
+            &["--schedule", "cosine", "--warmup", "100"],
+            exit_codes::USAGE,
+            "rises for 100 steps, and would fall to 0 after 100",
+        ),
+        (
+            &["--steps", "0"],
+            exit_codes::USAGE,
+            "invalid value '0' for '--steps <S>'",
         ),
         (
             &["--flat", "--optimizer", "adafactor"],

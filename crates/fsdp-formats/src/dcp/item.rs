@@ -4,7 +4,7 @@
 //! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).
 
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
@@ -35,9 +35,7 @@ use crate::zip::{ArchiveLayout, Directory, ROOT, Record};
 /// ```
 pub fn lay_out_tensor(dtype: DType, shape: &[usize]) -> Result<ArchiveLayout, FormatError> {
     check_writable(dtype)?;
-    let payload_length = checked_numel(shape)
-        .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
-        .unwrap_or(u64::MAX);
+    let payload_length = saturating_bytes(shape, dtype);
     check_limit("tensor length", payload_length, i64::MAX as u64)?;
     let mut pickle = Vec::with_capacity(256);
     write::proto(&mut pickle, 2);

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
@@ -337,7 +337,7 @@ pub(crate) fn check_buffers(
     let box_lengths = request
         .boxes
         .iter()
-        .map(|bounds| byte_length(bounds, dtype));
+        .map(|bounds| checked_bytes(&bounds.sizes, dtype));
     let planned = if buffers.len() == request.boxes.len() {
         match box_lengths
             .zip(buffers)
@@ -354,11 +354,6 @@ pub(crate) fn check_buffers(
         given: buffers.iter().map(|buffer| buffer.len() as u64).sum(),
         planned: planned as u64,
     })
-}
-
-/// Returns how many bytes a box has; `None` if they are more than this machine can count.
-pub fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
-    checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }
 
 /// Returns the parts of a box and its bytes, cut along its first dimension that has an extent, into

@@ -9,6 +9,7 @@ use super::{
     BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry,
     TensorProperties,
 };
+use crate::budget::check_depth;
 use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
 use crate::pickle::{Fields, Global, Node, NodeId, Pickle, PickleError, Walk, parse};
 
@@ -241,8 +242,10 @@ fn read_planner_data(
     for &(key, path) in pickle.dict(id)? {
         let fqn = read_fqn(pickle, key)?;
         budget.charge(key, MEMORY, fqn.len() as u64)?;
+        let path_parts = pickle.sequence(path)?;
+        check_depth(path_parts.len()).map_err(|over| pickle.error(path, over.into()))?;
         let mut parts = Vec::new();
-        for &part in pickle.sequence(path)? {
+        for &part in path_parts {
             let text_bytes = match pickle.node(part) {
                 Node::Str(text) => text.len(),
                 _ => 0,

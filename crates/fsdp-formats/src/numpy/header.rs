@@ -1,6 +1,6 @@
 //! The header of an array: a magic word, a version, a length, and a dict as Python writes it.
 
-use fsdp_layout::boxes::{checked_numel, row_major_strides};
+use fsdp_layout::boxes::{checked_bytes, row_major_strides};
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
@@ -55,10 +55,9 @@ impl ArrayHeader {
         let bytes = read_whole(source, dict_offset, length)?;
         let dict = std::str::from_utf8(&bytes).map_err(|_| malformed("its header is no text"))?;
         let header = Self::parse(dict, dict_offset + length)?;
-        let end = checked_numel(&header.shape)
+        let end = checked_bytes(&header.shape, header.dtype)
             .filter(|_| is_sane_shape(&header.shape))
-            .and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()))
-            .and_then(|bytes| bytes.checked_add(header.length));
+            .and_then(|bytes| (bytes as u64).checked_add(header.length));
         if end != Some(source.len()) {
             return Err(malformed("its length is not that of its elements"));
         }

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::saturating_bytes;
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
@@ -182,7 +183,7 @@ fn plan_checked(
                 let boxes = distinct_boxes(group.candidates);
                 let mut chunks = Vec::with_capacity(boxes.len());
                 for (bounds, box_holders) in boxes {
-                    let bytes = payload_bytes(&bounds, properties.dtype);
+                    let bytes = saturating_bytes(&bounds.sizes, properties.dtype);
                     let shared = SharedChunk {
                         weight: bytes,
                         bytes,
@@ -246,16 +247,6 @@ fn distinct_boxes(
         }
     }
     boxes
-}
-
-/// Returns the bytes of a box, or `u64::MAX` if they cannot be counted.
-fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
-    bounds
-        .sizes
-        .iter()
-        .fold(dtype.size_in_bytes(), |bytes, &size| {
-            bytes.saturating_mul(size as u64)
-        })
 }
 
 /// The ranks that hold a chunk or a value at the same place of their plans: every rank with the

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 
 use fsdp_layout::DType;
-use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::boxes::checked_bytes;
 use indexmap::IndexMap;
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -169,11 +169,6 @@ fn written_shape(tensor: &str, dtype: DType, shape: &[usize]) -> Result<Vec<usiz
     Ok(written)
 }
 
-/// Returns how many bytes a tensor has; `None` if they are more than 64 bits can count.
-fn tensor_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
-    (checked_numel(shape)? as u64).checked_mul(dtype.size_in_bytes())
-}
-
 /// Limits the memory that other JSON takes, such as a text of a header: a short one can describe
 /// much.
 pub fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), FormatError> {
@@ -225,8 +220,8 @@ impl Header {
         for (name, mut info) in raw.tensors {
             let stored_dtype = read_dtype(&name, &info.dtype, &mut info.shape)?;
             let (start, end) = info.data_offsets;
-            let fits = tensor_bytes(stored_dtype, &info.shape)
-                .is_some_and(|bytes| start.checked_add(bytes) == Some(end));
+            let fits = checked_bytes(&info.shape, stored_dtype)
+                .is_some_and(|bytes| start.checked_add(bytes as u64) == Some(end));
             if !fits || !is_sane_shape(&info.shape) {
                 let reason = format!("the offsets of `{name}` do not fit its shape");
                 return Err(malformed(reason));
@@ -306,8 +301,8 @@ impl Header {
                     ("U8", [shape, &[element_bytes]].concat())
                 }
             };
-            let end = tensor_bytes(dtype, shape)
-                .and_then(|bytes| start.checked_add(bytes))
+            let end = checked_bytes(shape, dtype)
+                .and_then(|bytes| start.checked_add(bytes as u64))
                 .ok_or_else(|| malformed("the tensors are too large"))?;
             let info = serde_json::json!({
                 "dtype": dtype_name,

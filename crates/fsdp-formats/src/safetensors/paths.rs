@@ -6,6 +6,7 @@ use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
 use super::header::charge_text;
+use crate::budget::check_depth;
 use crate::error::FormatError;
 use crate::metadata::Metadata;
 
@@ -54,6 +55,7 @@ fn decode_path(path: Value) -> Result<KeyPath, FormatError> {
     let Value::Array(items) = path else {
         return Err(malformed("a path is no list"));
     };
+    check_depth(items.len())?;
     let mut parts = Vec::with_capacity(items.len());
     for item in items {
         parts.push(match (item.as_u64(), item) {

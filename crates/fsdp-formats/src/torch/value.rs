@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use fsdp_digest::{Digest, Sum};
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox, count_text};
 
 use super::Result;
@@ -151,13 +152,7 @@ impl<'v> ValueWriter<'_, 'v> {
     /// not fit its shape are an error.
     fn write_tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
         check_writable(tensor.dtype)?;
-        let length = tensor
-            .shape
-            .iter()
-            .try_fold(tensor.dtype.size_in_bytes(), |length, &size| {
-                length.checked_mul(size as u64)
-            });
-        if length != Some(tensor.data.len() as u64) {
+        if checked_bytes(&tensor.shape, tensor.dtype) != Some(tensor.data.len()) {
             let expected = format!(
                 "the bytes of a `{}` tensor of shape {:?}",
                 tensor.dtype, tensor.shape

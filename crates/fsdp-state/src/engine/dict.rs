@@ -90,7 +90,11 @@ impl<'a> DictSource<'a> {
             values: match values {
                 // The root keeps its tensors. The others get only what came with the schema.
                 Some(values) => values,
-                None => values_of_others(root, &schema, small_values)?,
+                None => E::or_refuse(
+                    group,
+                    operation,
+                    values_of_others(root, &schema, small_values),
+                )?,
             },
             schema,
             root: Some(root),

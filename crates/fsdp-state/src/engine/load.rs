@@ -204,13 +204,17 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, can_be_staged: bool, erro
 /// overwrite before it reads them. No communication.
 ///
 /// # Errors
-/// Lists with long gaps; values that the source cannot read, or that no target could take.
+/// Options that select nothing; lists with long gaps; values that the source cannot read, or that
+/// no target could take.
 fn compare<S, T, E>(call: &LoadCall<'_>, source: &mut S, target: &mut T) -> Result<Plan, E>
 where
     S: Source,
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
+    if call.options.only.as_ref().is_some_and(Vec::is_empty) {
+        return Err(StateError::NothingSelected.into());
+    }
     source.schema().check_gaps()?;
     let mut plan = target.plan::<E>(
         source.schema(),

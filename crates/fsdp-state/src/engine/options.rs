@@ -17,7 +17,7 @@ pub struct LoadOptions {
     /// The top-level keys to load, such as `model` and `optim` of a training run; `None` (the
     /// default) for all. In state dicts of flat keys a top-level key is a whole key, or its
     /// beginning up to a dot. Everything else is ignored in the source, and stays as it is in the
-    /// target. A key that neither side has counts as missing.
+    /// target. A key that neither side has counts as missing, and a list of no keys is an error.
     pub only: Option<Vec<String>>,
     /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` always
     /// converts.

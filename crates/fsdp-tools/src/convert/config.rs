@@ -9,10 +9,10 @@ use fsdp_formats::internals::read_file;
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::CheckedDirectory;
 use fsdp_layout::DType;
+use fsdp_layout::boxes::saturating_bytes;
 use serde_json::{Map, Value};
 
 use super::cast::CASTABLE;
-use crate::elements::saturating_bytes;
 
 /// The settings that a copied `config.json` gets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -5,11 +5,10 @@ use std::collections::HashSet;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Change, Checkpoint, KeyFilter, stream};
-use fsdp_formats::internals::{
-    KeyChange, Layer, LayerView, Origin, byte_length, check_expansion, tensor_of,
-};
+use fsdp_formats::internals::{KeyChange, Layer, LayerView, Origin, check_expansion, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
 use fsdp_formats::reader::Slot;
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, TensorBox};
 use indexmap::IndexMap;
 
@@ -310,7 +309,7 @@ impl ScaledWeight {
             bounds.offsets[0] = scale_box.offsets[0];
             bounds.sizes[0] = scale_box.sizes[0];
         }
-        let length = byte_length(&bounds, tensor.properties.dtype)
+        let length = checked_bytes(&bounds.sizes, tensor.properties.dtype)
             .ok_or_else(|| unsupported(&self.scale, "a scale of so many elements"))?;
         check_expansion(source, &self.scale, length as u64)?;
         let mut bytes = vec![0; length];

@@ -35,19 +35,17 @@ use std::collections::{BTreeMap, HashSet};
 
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, Structure};
 use fsdp_formats::internals::{
-    byte_length, check_expansion, check_key_length, check_writable, is_stored_as_bytes,
-    opaque_entries, shown,
+    check_expansion, check_key_length, check_writable, is_stored_as_bytes, opaque_entries, shown,
 };
 use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
 use fsdp_formats::{FileError, Location};
-use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::{checked_bytes, saturating_bytes};
 
 use self::account::{find_lost_containers, list_changes};
 use self::copied::CopiedFiles;
 use self::integers::IntegerView;
 use self::output::{Conversion, encode_error};
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
-use crate::elements::saturating_bytes;
 
 pub use self::cast::Cast;
 pub(crate) use self::cast::{
@@ -347,8 +345,7 @@ fn check_sizes(
             check_writable(tensor.properties.dtype).map_err(|source| encode_error(fqn, source))?;
         }
         // More bytes than this machine can count are refused like the most that it can.
-        let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
-            .unwrap_or(usize::MAX);
+        let bytes = checked_bytes(&tensor.shape, tensor.properties.dtype).unwrap_or(usize::MAX);
         check_expansion(source, fqn, bytes as u64 / rank_count)?;
     }
     Ok(())

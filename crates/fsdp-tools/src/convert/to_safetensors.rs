@@ -12,6 +12,7 @@ use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, Location};
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
@@ -20,7 +21,6 @@ use super::old_values::OldValues;
 use super::output::{
     CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
 };
-use crate::elements::saturating_bytes;
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]

@@ -12,6 +12,7 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
+use fsdp_layout::boxes::saturating_bytes;
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
@@ -21,7 +22,6 @@ use super::output::{
     CheckpointPayloads, Conversion, commit_file, encode_error, rows_of_rank, unsupported,
 };
 use super::to_safetensors::{Sums, digests_of};
-use crate::elements::saturating_bytes;
 
 /// A storage of the file to be written, which holds one tensor.
 struct PlannedStorage<'a> {

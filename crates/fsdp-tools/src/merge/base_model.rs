@@ -6,10 +6,10 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{check_expansion, tensor_of};
 use fsdp_formats::storage::CheckedDirectory;
+use fsdp_layout::boxes::saturating_bytes;
 use serde_json::Value;
 
 use crate::convert::{CONFIG_FILE, digest_tensor, read_config};
-use crate::elements::saturating_bytes;
 
 /// The parts of a configuration that are about the text model, in a model of text and something
 /// else.

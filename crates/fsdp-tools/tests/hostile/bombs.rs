@@ -108,7 +108,14 @@ fn text_that_is_referenced_many_times_is_not_copied_each_time() {
     let error = error_of(&[("file.pt", torch(list))]);
     assert!(error.contains("copies of text and bytes"), "{error}");
 
-    let paths = [b"}\x8c\x01k(".as_slice(), &text(&long, 0), &many, b"ts"].concat();
+    // The paths of many keys, each of as many parts as a path may have.
+    let path = [b"h\x00".repeat(199).as_slice(), b"t"].concat();
+    let mut paths = [b"}(X\x01\x00\x00\x00k(".as_slice(), &text(&long, 0), b"t"].concat();
+    for key in 0..500 {
+        let key = format!("{key:03}");
+        paths.extend([b"X\x03\x00\x00\x00".as_slice(), key.as_bytes(), b"(", &path].concat());
+    }
+    paths.push(b'u');
     let error = error_of(&[(
         METADATA_FILE,
         metadata(&[

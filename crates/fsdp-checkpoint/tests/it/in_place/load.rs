@@ -461,6 +461,13 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
                     .to_string();
                 assert!(error.contains("`optim`"), "{error}");
                 assert!(error.contains("`TrainState::load_state_dict`"), "{error}");
+                // So they would in a list of runs.
+                let runs = StateValue::List(vec![run.state_dict().unwrap().into()]);
+                let mut runs: StateDict = [("runs", runs)].into_iter().collect();
+                let error = load_in_place(path.as_path(), &mut runs, &group, &options())
+                    .unwrap_err()
+                    .to_string();
+                assert!(error.contains("`runs.0.optim`"), "{error}");
                 let checkpoint = open(path.as_path(), OpenOptions::default()).unwrap();
                 run.load_state_dict(&*checkpoint, &group, &options())
                     .unwrap();

@@ -1,9 +1,9 @@
 //! A chunk of a tensor, with the place of its item.
 
+use fsdp_layout::boxes::checked_bytes;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FileError;
-use crate::formats::read::byte_length;
 use crate::metadata::{Chunk, StorageInfo, TensorEntry};
 
 /// The most bytes that an item may have around its payload.
@@ -41,6 +41,6 @@ impl<'m> ChunkItem<'m> {
 /// Returns the most bytes that the item of a box may have. A box whose bytes cannot be counted fits
 /// in no item.
 pub(super) fn max_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
-    let payload_bytes = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
+    let payload_bytes = checked_bytes(&bounds.sizes, dtype).map_or(0, |bytes| bytes as u64);
     payload_bytes.saturating_add(MAX_OVERHEAD_BYTES)
 }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use fsdp_layout::DType;
+use fsdp_layout::boxes::checked_bytes;
 
 use super::chunk_item::{ChunkItem, max_item_bytes};
 use super::item_bytes::{read_item, read_item_bytes};
@@ -12,7 +13,6 @@ use crate::budget::Budget;
 use crate::dcp::item::{KnownItem, StoredTensor, lay_out_tensor};
 use crate::error::{FileError, FormatError};
 use crate::formats::lookup::item_error;
-use crate::formats::read::byte_length;
 use crate::limits::PICKLE_FACTOR;
 use crate::metadata::{StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
@@ -252,7 +252,7 @@ impl CheckpointReader {
         let ChunkItem { fqn, stored, .. } = item;
         self.read_from_file(fqn, stored, |file| {
             Window::new(&**file, stored.offset, stored.length)?;
-            let payload_bytes = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
+            let payload_bytes = checked_bytes(&item.bounds.sizes, item.dtype).unwrap_or(usize::MAX);
             if !stored.transforms.is_empty() || payload_bytes as u64 <= stored.length {
                 return Ok(());
             }

@@ -1,6 +1,7 @@
 //! Reading the chunks of a tensor that overlap with wanted boxes.
 
 use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::checked_bytes;
 
 use super::CheckpointReader;
 use super::chunk_item::ChunkItem;
@@ -8,7 +9,7 @@ use super::items::ItemSource;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
 use crate::formats::lookup::{request_of, tensor_of};
-use crate::formats::read::{Destination, ReadOptions, byte_length};
+use crate::formats::read::{Destination, ReadOptions};
 use crate::formats::stream::check_expansion;
 use crate::payload::slot::Slot;
 use crate::plan::plan_load;
@@ -22,7 +23,7 @@ impl CheckpointReader {
         let request = request_of(&self.metadata, fqn, &bounds)?;
         // Plan before allocating, so that an absurd shape allocates nothing.
         plan_load(&self.metadata, [&request])?;
-        let length = byte_length(&bounds, request.dtype).unwrap_or(usize::MAX);
+        let length = checked_bytes(&bounds.sizes, request.dtype).unwrap_or(usize::MAX);
         check_expansion(self, fqn, length as u64)?;
         let mut bytes = vec![0; length];
         self.read(
