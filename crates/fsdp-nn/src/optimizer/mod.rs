@@ -24,7 +24,7 @@ use crate::model::parameters::ShardedParameters;
 pub(crate) use local::{
     LocalParam, LocalState, ParamState, Segment, complete_state, initial_state,
 };
-pub(crate) use modes::move_towards;
+pub(crate) use modes::{all_or_none, move_towards};
 pub(crate) use step::Counts;
 
 /// The key of the learning rate that a schedule multiplies.

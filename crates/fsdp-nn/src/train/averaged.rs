@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 
 use crate::error::{NnError, Result};
 use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
-use crate::optimizer::move_towards;
+use crate::optimizer::{all_or_none, move_towards};
 use crate::state::{names_that_count, persistent_buffers, to_plain};
 
 /// The key of the number of updates.
@@ -163,31 +163,22 @@ impl AveragedModel {
     ///
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another
-    /// average; candle's errors.
+    /// average; candle's errors, of which memory is one. Nothing has been exchanged then.
     pub fn swap(&mut self) -> Result<()> {
         if self.parameters.has_average() && !self.is_swapped {
             return Err(NnError::Swapped);
         }
         self.parameters.reshard()?;
         self.parameters.wait_for_readers()?;
+        // Step 1: prepare all parameters for the change.
+        let mut pairs = Vec::with_capacity(self.average.len());
         for (fqn, average) in &self.average {
             self.parameters.begin_change(fqn)?;
-            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
-                continue;
-            };
-            if !average.device().is_cpu() {
-                // candle cannot exchange the contents of two tensors on a GPU.
-                let old_values = param.copy()?;
-                param.slice_set(average, 0, 0)?;
-                average.slice_set(&old_values, 0, 0)?;
-                continue;
-            }
-            with_float!(average.dtype(), T => {
-                let mut average = HostSliceMut::<T>::write(average)?;
-                let mut param = HostSliceMut::<T>::write(&param)?;
-                average.swap_with_slice(&mut param);
-            });
+            let param = self.parameters.local_piece(fqn)?;
+            pairs.extend(average.clone().zip(param));
         }
+        // Step 2: exchange them. A mixture would look like the weights, or like the average.
+        all_or_none(&pairs, exchange, exchange)?;
         self.is_swapped = !self.is_swapped;
         self.parameters
             .has_average
@@ -355,6 +346,23 @@ impl AveragedModel {
         let (handle, param) = self.parameters.place(fqn)?;
         handle.to_boxes(param, self.average[fqn].as_ref())
     }
+}
+
+/// Exchanges the elements of a parameter with those of its average. On an error neither has
+/// changed, unless a GPU has failed.
+fn exchange((average, param): &(Tensor, Tensor)) -> Result<()> {
+    if !average.device().is_cpu() {
+        // candle cannot exchange the contents of two tensors on a GPU.
+        let old_values = owned_copy(param)?;
+        param.slice_set(average, 0, 0)?;
+        return Ok(average.slice_set(&old_values, 0, 0)?);
+    }
+    with_float!(average.dtype(), T => {
+        let mut average = HostSliceMut::<T>::write(average)?;
+        let mut param = HostSliceMut::<T>::write(param)?;
+        average.swap_with_slice(&mut param);
+    });
+    Ok(())
 }
 
 /// Returns the number of updates that a value holds; `None` if it is not an integer of at least 0.

@@ -3,6 +3,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
+use fsdp_flat::storage::{Contents, release};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{
     AdafactorOptions, AdamOptions, Algorithm, AlgorithmError, MuonAdjust, MuonOptions,
@@ -691,6 +692,74 @@ fn a_model_that_has_its_average_is_not_trained_or_loaded() {
         optimizer.step().unwrap();
         assert!(values(&model) != weights);
         other.swap().unwrap();
+    })
+    .unwrap();
+}
+
+/// Takes the memory of a tensor away while `f` runs, and gives it back.
+fn without<R>(tensor: &Tensor, f: impl FnOnce() -> R) -> R {
+    let tensor = tensor.flatten_all().unwrap();
+    let values = tensor.to_vec1::<f32>().unwrap();
+    release(&tensor).unwrap();
+    let result = f();
+    Contents::new(values).move_into(&tensor).unwrap();
+    result
+}
+
+#[test]
+fn a_swap_that_fails_in_the_middle_exchanges_nothing() {
+    run_local(1, |group| {
+        let model = model(&group, FsdpConfig::default());
+        let adamw = Algorithm::AdamW(AdamOptions::adamw());
+        let mut optimizer = Optimizer::new(model.parameters(), adamw).unwrap();
+        let mut average = AveragedModel::new(model.parameters(), 0.5).unwrap();
+        step(&model, &mut optimizer, 0);
+        let weights = values(&model);
+        let state = average.state_dict().unwrap();
+        let last = state.get("module.last").unwrap().as_sharded().unwrap();
+        let last = &last.shards()[0].tensor;
+        without(last, || average.swap().unwrap_err());
+        assert_eq!(values(&model), weights);
+        assert!(!model.parameters().has_average());
+        average.swap().unwrap();
+        assert!(values(&model)[0] != weights[0]);
+        without(last, || average.swap().unwrap_err());
+        assert!(model.parameters().has_average());
+        average.swap().unwrap();
+        assert_eq!(values(&model), weights);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_switch_of_modes_that_fails_in_the_middle_leaves_the_weights_of_the_old_mode() {
+    run_local(1, |group| {
+        let model = model(&group, FsdpConfig::default());
+        let free = ScheduleFreeOptions {
+            lr: 0.1,
+            ..ScheduleFreeOptions::default()
+        };
+        let mut optimizer =
+            Optimizer::new(model.parameters(), Algorithm::ScheduleFreeAdamW(free)).unwrap();
+        optimizer.train().unwrap();
+        (0..3).for_each(|number| step(&model, &mut optimizer, number));
+        let state = optimizer.state_of("last").unwrap().unwrap();
+        let last = state["z"].as_sharded().unwrap().shards()[0].tensor.clone();
+        let close = |expected: &[Vec<f32>]| {
+            for (found, expected) in values(&model).concat().into_iter().zip(expected.concat()) {
+                assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
+            }
+        };
+        let training = values(&model);
+        without(&last, || optimizer.eval().unwrap_err());
+        close(&training);
+        optimizer.eval().unwrap();
+        let average = values(&model);
+        assert!(average.concat()[0] - training.concat()[0] != 0.0);
+        without(&last, || optimizer.train().unwrap_err());
+        close(&average);
+        optimizer.train().unwrap();
+        close(&training);
     })
     .unwrap();
 }
