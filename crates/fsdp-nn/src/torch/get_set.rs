@@ -101,7 +101,7 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
             state.insert_new(name, value)?;
         }
     }
-    if options.share_storage {
+    if options.returns_views() {
         // The caller may write to the views, so gathered copies of the parameters must not be used
         // again.
         parameters.lend()?;
@@ -126,10 +126,11 @@ pub fn get_optimizer_state_dict(
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<StateDict> {
-    let views = optimizer_views(parameters, optimizers, options);
-    if options.share_storage {
+    let mut views = optimizer_views(parameters, optimizers, options);
+    if options.returns_views() {
         // The caller may write to the views at any time, so no copy of the state can be left for
-        // later.
+        // later, and those that a save in the background has left must have been made.
+        views = views.and_then(|views| parameters.wait_for_readers().map(|()| views));
         parameters.shared.values.lend();
     }
     finish_state_dict(parameters.group(), views, options)
@@ -217,7 +218,7 @@ fn finish_state_dict(
             },
         )?);
     }
-    if options.share_storage && device.is_none() {
+    if options.returns_views() {
         return Ok(state);
     }
     Ok(state.copy_to(device.as_ref())?)

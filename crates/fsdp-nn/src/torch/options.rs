@@ -15,7 +15,7 @@ pub struct StateDictOptions {
     /// otherwise.
     pub cpu_offload: bool,
     /// The ranks that get a full state dict; the others get an empty one. `None`: all, or rank 0
-    /// with `cpu_offload`.
+    /// with `cpu_offload`. Needs `full_state_dict`.
     pub keep_on: Option<KeepOn>,
     /// `true` if frozen parameters are left out of the model state dict, and may be missing on
     /// load.
@@ -42,8 +42,8 @@ pub struct StateDictOptions {
     pub fqn_renames: Vec<(String, String)>,
     /// `true` if sharded values are views of the live model and optimizer, as torch's are. Such
     /// views need no copy, but the next step changes them; for a save that is no harm. By default
-    /// values are copied. If such views are loaded into the model that they belong to, nothing is
-    /// moved, whatever this option is.
+    /// values are copied, and they are with `full_state_dict` or `cpu_offload`. If such views are
+    /// loaded into the model that they belong to, nothing is moved, whatever this option is.
     pub share_storage: bool,
 }
 
@@ -71,6 +71,12 @@ impl StateDictOptions {
         if self.broadcast_from_rank0 && !self.full_state_dict {
             return Err(NnError::options(
                 "full_state_dict must be true when broadcast_from_rank0 is true",
+            ));
+        }
+        if self.keep_on.is_some() && !self.full_state_dict {
+            return Err(NnError::options(
+                "full_state_dict must be true when keep_on is given: every rank has its own part \
+                 of a sharded state dict",
             ));
         }
         if !self.keep_submodule_prefixes && self.submodules.len() != 1 {
@@ -114,6 +120,11 @@ impl StateDictOptions {
             None if self.cpu_offload => KeepOn::Ranks(vec![0]),
             None => KeepOn::All,
         }
+    }
+
+    /// Returns `true` if the caller gets views of the live values, and not copies of them.
+    pub(super) const fn returns_views(&self) -> bool {
+        self.share_storage && !self.full_state_dict && !self.cpu_offload
     }
 
     /// Returns the name in the state dict of something in the model; `None` if the options leave it

@@ -1,5 +1,8 @@
 //! `get_state_dict` and `set_state_dict`: what they promise, case by case.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::run_local;
 use fsdp_layout::PlainValue;
@@ -790,6 +793,51 @@ fn parts_of_a_model_and_other_names() {
             gathered_bits(&target, &[&target_optimizer]),
             gathered_bits(&model, &[&optimizer])
         );
+    })
+    .unwrap();
+}
+
+#[test]
+fn views_of_an_optimizers_state_are_lent_only_after_its_readers_have_ended() {
+    run_local(1, |group| {
+        let model = sharded(&group, 1);
+        let parameters = model.parameters();
+        let mut optimizer = Optimizer::new(parameters, adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let get = |options: StateDictOptions| {
+            let options = StateDictOptions {
+                share_storage: true,
+                ..options
+            };
+            get_optimizer_state_dict(parameters, &[&optimizer], &options).unwrap();
+            get_model_state_dict(parameters, &options).unwrap();
+        };
+        // Nobody can write into copies.
+        get(StateDictOptions {
+            full_state_dict: true,
+            ..options()
+        });
+        get(StateDictOptions {
+            cpu_offload: true,
+            ..options()
+        });
+        let has_ended = AtomicBool::new(false);
+        let guard = parameters.keep_unchanged().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // Long enough for a call that does not wait to be over.
+                std::thread::sleep(Duration::from_millis(100));
+                has_ended.store(true, Ordering::SeqCst);
+                drop(guard);
+            });
+            let options = StateDictOptions {
+                share_storage: true,
+                ..options()
+            };
+            get_optimizer_state_dict(parameters, &[&optimizer], &options).unwrap();
+            assert!(has_ended.load(Ordering::SeqCst));
+        });
+        assert!(parameters.keep_unchanged().is_none());
     })
     .unwrap();
 }

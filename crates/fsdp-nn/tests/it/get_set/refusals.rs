@@ -777,3 +777,17 @@ fn options_that_contradict_each_other_on_one_rank_are_every_ranks_error() {
     }
     assert_eq!(errors[0], errors[1]);
 }
+
+#[test]
+fn ranks_to_keep_a_sharded_state_dict_on_are_refused() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let options = StateDictOptions {
+            keep_on: Some(fsdp_state::KeepOn::Ranks(vec![0])),
+            ..StateDictOptions::default()
+        };
+        let error = get_model_state_dict(model.parameters(), &options).unwrap_err();
+        assert!(error.to_string().contains("keep_on"), "{error}");
+    })
+    .unwrap();
+}
