@@ -166,16 +166,15 @@ impl MuonOptions {
         ]
     }
 
-    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made
-    /// orthogonal; slices of equal length.
-    pub(crate) fn update_momentum<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
-        // torch's Muon averages gradients, where SGD adds them up.
+    /// Returns the direction of a piece of a parameter that is to be made orthogonal, from the
+    /// momentum before the update; slices of equal length.
+    pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &[T]) -> Vec<T> {
         let gradient_weight = Weight::new(1.0 - self.momentum);
         let lookahead_weight = Weight::new(self.momentum);
-        let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
+        let elements = grads.iter().zip(buffers).map(|(&grad, &buffer)| {
             let g = Element::load(grad);
-            let b = Element::load(*buffer).lerp(g, gradient_weight);
-            *buffer = b.store();
+            // The momentum after the update.
+            let b = Element::load(buffer).lerp(g, gradient_weight);
             if self.nesterov {
                 g.lerp(b, lookahead_weight).store()
             } else {

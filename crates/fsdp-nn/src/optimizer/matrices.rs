@@ -6,6 +6,7 @@ use fsdp_flat::with_float;
 use half::bf16;
 
 use super::local::{BEGUN, LocalParam, LocalState};
+use super::modes::move_towards;
 use super::newton_schulz::orthogonalize;
 use super::on_device::{combine, store, widen};
 use super::owners::{
@@ -28,7 +29,7 @@ pub(super) fn step_matrices(
     let group = step.shard_group;
     let device = step.device();
     let place = (DType::BF16, &device);
-    // Step 1: each rank updates the momentum of its parts, and computes their directions.
+    // Step 1: each rank computes the directions of its parts.
     let prepared = earlier_outcome.and_then(|()| compute_directions(options, &mut step));
     let (matrices, parts) = step.agree_on_parameters(prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the
@@ -37,17 +38,20 @@ pub(super) fn step_matrices(
     let gathered = gather_to_owners(group, &references, parts, place)?;
     let orthogonal = agree(group, orthogonalize_owned(options, &matrices, gathered))?;
     let parts = scatter_from_owners(group, &references, orthogonal, place)?;
-    // Step 3: each rank updates its parts.
+    // Step 3: each rank updates its parts and their momentum. Until here nothing has changed, so
+    // that a step that another rank could not make can be made again.
     for (matrix, direction) in matrices.iter().zip(&parts) {
         if let Some(direction) = direction {
-            descend(options, matrix, &step.locals[matrix.local], direction)?;
+            let local = &mut step.locals[matrix.local];
+            descend(options, matrix, local, direction)?;
+            update_momentum(options, local, matrix.param)?;
         }
     }
     Ok(())
 }
 
-/// Updates the momentum of this rank's parts. Returns the matrices that got a gradient, with an
-/// owner each, and the directions of the parts.
+/// Returns the matrices that got a gradient, with an owner each, and the directions of this rank's
+/// parts.
 fn compute_directions(
     options: &MuonOptions,
     step: &mut GroupStep<'_>,
@@ -57,8 +61,6 @@ fn compute_directions(
     let mut directions = Vec::with_capacity(matrices.len());
     for matrix in &matrices {
         let local = &mut step.locals[matrix.local];
-        // The momentum changes before the parameter does, and a backward of an earlier forward must
-        // not run in between.
         local.handle.begin_change()?;
         let (Some(momentum), Some(grad)) = (
             momentum_of(local, matrix.param)?,
@@ -67,7 +69,7 @@ fn compute_directions(
             directions.push(None);
             continue;
         };
-        directions.push(Some(update_momentum(options, &momentum, &grad)?));
+        directions.push(Some(direction_of(options, &momentum, &grad)?));
     }
     Ok((matrices, directions))
 }
@@ -106,35 +108,47 @@ fn rows_and_columns(shape: &[usize]) -> [usize; 2] {
     }
 }
 
-/// Updates the momentum of this rank's part of a matrix, and returns the part's direction, in
-/// `bf16`.
-fn update_momentum(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> Result<Tensor> {
+/// Returns the direction of this rank's part of a matrix, in `bf16`. The momentum stays as it is.
+fn direction_of(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> Result<Tensor> {
     if grad.device().is_cpu() {
         let direction: Vec<bf16> = with_float!(grad.dtype(), T => {
             let grad = HostSlice::<T>::read(grad)?;
-            let mut momentum = HostSliceMut::<T>::write(momentum)?;
-            let direction = options.update_momentum(&grad, &mut momentum);
-            momentum.finish()?;
+            let momentum = HostSlice::<T>::read(momentum)?;
+            let direction = options.direction(&grad, &momentum);
             direction.into_iter().map(to_bf16::<T>).collect()
         });
         let numel = direction.len();
         return Ok(Tensor::from_vec(direction, numel, &Device::Cpu)?);
     }
     let grad = widen(grad)?;
-    let momentum_factor = options.momentum;
-    let average = combine(
-        &widen(momentum)?,
-        momentum_factor,
-        &grad,
-        1.0 - momentum_factor,
-    )?;
-    store(momentum, &average)?;
+    let average = average_on_device(options, momentum, &grad)?;
     let direction = if options.nesterov {
-        combine(&grad, 1.0 - momentum_factor, &average, momentum_factor)?
+        combine(&grad, 1.0 - options.momentum, &average, options.momentum)?
     } else {
         average
     };
     Ok(direction.to_dtype(DType::BF16)?)
+}
+
+/// Updates the momentum of this rank's part of a matrix.
+fn update_momentum(options: &MuonOptions, local: &mut LocalParam, param: usize) -> Result<()> {
+    let (Some(momentum), Some(grad)) =
+        (momentum_of(local, param)?, local.handle.grad_piece(param)?)
+    else {
+        return Ok(());
+    };
+    // torch's Muon averages gradients, where SGD adds them up.
+    if grad.device().is_cpu() {
+        return move_towards(&momentum, &grad, 1.0 - options.momentum);
+    }
+    let average = average_on_device(options, &momentum, &widen(&grad)?)?;
+    Ok(store(&momentum, &average)?)
+}
+
+/// Returns the momentum after a gradient, both on a GPU, in the dtype of the gradient.
+fn average_on_device(options: &MuonOptions, momentum: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let factor = options.momentum;
+    Ok(combine(&widen(momentum)?, factor, grad, 1.0 - factor)?)
 }
 
 fn to_bf16<T: Scalar>(value: T) -> bf16 {
