@@ -146,6 +146,17 @@ pub enum NnError {
         /// The unit's name; empty for the root.
         unit: String,
     },
+    /// A step was to end while gradients waited for a reduction that no backward has made.
+    #[error(
+        "gradients of {} have not been reduced over the ranks: the last backward before the end of \
+         a step must run outside of `no_sync`, with `set_requires_gradient_sync` and \
+         `set_requires_all_reduce` on",
+        unit_name(unit)
+    )]
+    GradientsNotReduced {
+        /// The unit's name; empty for the root.
+        unit: String,
+    },
     /// An optimizer state dict that does not fit.
     #[error("{error}{}", describe_ranks(ranks))]
     OptimState {

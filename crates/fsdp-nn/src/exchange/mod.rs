@@ -1,6 +1,7 @@
 //! The collectives of units: all-gathers of parameters, reductions of gradients, and their overlap
 //! with the computation.
 //!
+//! - `agreement` turns one rank's error into one of all.
 //! - `groups` holds the process groups that a unit is sharded and replicated over.
 //! - `unit` gathers the parameters of one unit, and reduces its gradients.
 //! - `gradient` puts gradients into the flat gradient of a unit, and adds them up.
@@ -13,6 +14,7 @@
 //! - `overlap` combines them: it prefetches units in the recorded order, and lets the model
 //!   continue while gradients are reduced.
 
+mod agreement;
 pub(crate) mod device;
 pub(crate) mod gradient;
 mod groups;
@@ -24,6 +26,7 @@ mod unchanged;
 mod unit;
 mod worker;
 
+pub(crate) use agreement::{agree, resolve_agreement};
 pub(crate) use groups::Groups;
 pub(crate) use overlap::{Overlap, Phase};
 pub(crate) use shared::Shared;

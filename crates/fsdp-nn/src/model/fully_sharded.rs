@@ -246,7 +246,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// Turns the reduction of gradients off, or on again, for later backwards: torch's
     /// `set_requires_gradient_sync`. While it is off, each rank accumulates whole gradients, and
     /// [`ShardedParameters::gradient`] does not change. The first backward after it is on again
-    /// reduces them together with its own. Every rank must set the same; no communication.
+    /// reduces them together with its own; a step before that is an error
+    /// ([`NnError::GradientsNotReduced`]). Every rank must set the same; no communication.
     ///
     /// [`Self::no_sync`] does the same inside a closure.
     ///

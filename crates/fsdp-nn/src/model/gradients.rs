@@ -131,6 +131,18 @@ impl ShardedParameters {
             .try_for_each(|handle| handle.take_reduced())
     }
 
+    /// Checks that backwards have left no gradients on this rank that are not reduced over all. No
+    /// communication.
+    ///
+    /// # Errors
+    /// [`NnError::BackwardNotEnded`](crate::NnError::BackwardNotEnded) and
+    /// [`NnError::GradientsNotReduced`](crate::NnError::GradientsNotReduced).
+    pub(crate) fn check_gradients_reduced(&self) -> Result<()> {
+        self.handles
+            .iter()
+            .try_for_each(|handle| handle.check_gradients_reduced())
+    }
+
     /// Returns `true` if the parameter has got a gradient on any rank since the last
     /// [`Self::zero_grad`]. One that the loss does not depend on, or only through operations
     /// without a backward, has none: its [`Self::gradient`] is zero where its unit has gradients,

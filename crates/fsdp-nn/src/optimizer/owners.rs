@@ -5,7 +5,7 @@ use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_comm::{CommError, Element, ProcessGroup};
+use fsdp_comm::{Element, ProcessGroup};
 use fsdp_flat::storage::{HostSlice, Scalar, to_device, zeroed_vec, zeros_on};
 use fsdp_flat::with_float;
 use twox_hash::XxHash3_64;
@@ -13,7 +13,7 @@ use twox_hash::XxHash3_64;
 use super::local::{LocalParam, begin_state};
 use crate::algorithm::Algorithm;
 use crate::error::Result;
-use crate::exchange::device;
+use crate::exchange::{self, device, resolve_agreement};
 
 /// A parameter that a step updates as a whole.
 pub(super) struct Owned {
@@ -139,21 +139,9 @@ pub(super) fn assign_owners(parameters: &mut [Owned], cost: impl Fn(&[usize]) ->
 
 /// Turns one rank's error into an error on every rank.
 pub(super) fn agree<T>(group: Option<&ProcessGroup>, outcome: Result<T>) -> Result<T> {
-    let Some(group) = group else { return outcome };
-    resolve_agreement(
-        group.agree("Optimizer::step", outcome.as_ref().map(|_| ())),
-        outcome,
-    )
-}
-
-/// Returns `outcome` if all ranks agreed or this rank failed, and otherwise the error of the
-/// agreement.
-fn resolve_agreement<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
-    match agreed {
-        // This rank's own error keeps its type.
-        Err(_) if outcome.is_err() => outcome,
-        Err(error) => Err(error.into()),
-        Ok(()) => outcome,
+    match group {
+        Some(group) => exchange::agree(group, "Optimizer::step", outcome),
+        None => outcome,
     }
 }
 
@@ -184,7 +172,7 @@ pub(super) fn gather_to_owners(
             }
         }
     }
-    let mut received = exchange(group, send, &receive, place)?;
+    let mut received = exchange_parts(group, send, &receive, place)?;
     let mut whole_parameters = Vec::with_capacity(parameters.len());
     for parameter in parameters {
         if parameter.owner != group.rank() {
@@ -224,7 +212,7 @@ pub(super) fn scatter_from_owners(
             }
         }
     }
-    let mut received = exchange(group, send, &receive, place)?;
+    let mut received = exchange_parts(group, send, &receive, place)?;
     let parts = parameters
         .iter()
         .map(|parameter| received[parameter.owner].next().flatten());
@@ -234,7 +222,7 @@ pub(super) fn scatter_from_owners(
 /// Sends the tensors in `send[rank]` to each rank, and returns the tensors that each rank has sent
 /// to this one: `receive[rank]` has the numbers of their elements. The elements go from GPU to GPU
 /// if the group can do that, otherwise through the host. Collective: one exchange.
-fn exchange(
+fn exchange_parts(
     group: &ProcessGroup,
     send: Vec<Vec<Tensor>>,
     receive: &[Vec<usize>],

@@ -37,10 +37,11 @@ impl Optimizer {
     /// value.
     ///
     /// # Errors
-    /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward;
-    /// [`NnError::BackwardNotEnded`]; schedule-free AdamW in its `eval` mode; hyperparameters out
-    /// of range, and an algorithm that cannot update the parameters of its group;
-    /// [`NnError::Options`] for a group of other parameters than before.
+    /// Before this rank changes anything: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a
+    /// forward; [`NnError::BackwardNotEnded`]; [`NnError::GradientsNotReduced`]; schedule-free
+    /// AdamW in its `eval` mode; hyperparameters out of range, and an algorithm that cannot update
+    /// the parameters of its group; [`NnError::Options`] for a group of other parameters than
+    /// before.
     ///
     /// After that, candle's errors, of which memory is one, and those of the collectives. A
     /// parameter whose update fails keeps its state, but others may have been updated. If the step
@@ -97,40 +98,12 @@ impl Optimizer {
     /// unless the optimizer [`scales_gradients`](Self::scales_gradients). The gradients stay as
     /// they are. If the factor turns out to skip the step, [`Self::undo_counts`] has to follow.
     pub(crate) fn step_scaled(&mut self, factor: &Factor) -> Result<()> {
-        // Step 1: check everything that can be known before something is changed.
-        self.parameters.check_not_swapped()?;
-        self.check_groups()?;
-        let mut begun_algorithms = Vec::with_capacity(self.groups.len());
-        for index in 0..self.groups.len() {
-            let mut algorithm = self.groups[index].algorithm.clone();
-            // A step without gradients does not count.
-            let has_gradients = self.has_gradients(index);
-            if has_gradients {
-                algorithm.begin_step()?;
-            }
-            begun_algorithms.push((algorithm, has_gradients));
-        }
-        self.parameters
-            .handles
-            .iter()
-            .try_for_each(|handle| handle.check_backward_ended())?;
-        // Release all gathered parameters before shards change, also those of units without a
-        // gradient.
-        self.parameters.reshard()?;
-        // A save in the background may still be copying the shards and the state.
-        self.parameters.wait_for_readers()?;
-        // Step 2: update the groups that need no other rank. The first error is kept: the groups of
-        // step 3 communicate, and tell it to the other ranks.
-        let mut outcome = Ok(());
-        for (index, (algorithm, has_gradients)) in begun_algorithms.into_iter().enumerate() {
-            self.groups[index].algorithm = algorithm;
-            if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
-                outcome = self.step_group(index, factor.clone());
-                if outcome.is_ok() && has_gradients {
-                    self.groups[index].algorithm.end_step();
-                }
-            }
-        }
+        // Step 1: check everything that can be known before something is changed. The first error
+        // is kept: the groups of step 3 communicate, and tell it to the other ranks.
+        let prepared = self.prepare_step();
+        // Step 2: update the groups that need no other rank.
+        let mut outcome =
+            prepared.and_then(|algorithms| self.step_without_others(algorithms, factor));
         // Step 3: update the groups whose parameters must be whole. An error does not end the loop:
         // all ranks begin each of these groups, in the order of the model, because a rank may have
         // made its groups in any order.
@@ -147,6 +120,51 @@ impl Optimizer {
                 Algorithm::Adafactor(options) => step_factored(options, step, outcome),
                 _ => outcome,
             };
+        }
+        outcome
+    }
+
+    /// Checks everything that can be known before a step changes something, and releases what is
+    /// gathered. Returns the algorithm of each group for this step, and `true` if the step counts
+    /// for it.
+    fn prepare_step(&self) -> Result<Vec<(Algorithm, bool)>> {
+        self.parameters.check_not_swapped()?;
+        self.check_groups()?;
+        let mut begun_algorithms = Vec::with_capacity(self.groups.len());
+        for (index, group) in self.groups.iter().enumerate() {
+            let mut algorithm = group.algorithm.clone();
+            // A step without gradients does not count.
+            let has_gradients = self.has_gradients(index);
+            if has_gradients {
+                algorithm.begin_step()?;
+            }
+            begun_algorithms.push((algorithm, has_gradients));
+        }
+        self.parameters.check_gradients_reduced()?;
+        // Release all gathered parameters before shards change, also those of units without a
+        // gradient.
+        self.parameters.reshard()?;
+        // A save in the background may still be copying the shards and the state.
+        self.parameters.wait_for_readers()?;
+        Ok(begun_algorithms)
+    }
+
+    /// Updates the groups that need no other rank, by the algorithms that
+    /// [`Self::prepare_step`] has returned.
+    fn step_without_others(
+        &mut self,
+        begun_algorithms: Vec<(Algorithm, bool)>,
+        factor: &Factor,
+    ) -> Result<()> {
+        let mut outcome = Ok(());
+        for (index, (algorithm, has_gradients)) in begun_algorithms.into_iter().enumerate() {
+            self.groups[index].algorithm = algorithm;
+            if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
+                outcome = self.step_group(index, factor.clone());
+                if outcome.is_ok() && has_gradients {
+                    self.groups[index].algorithm.end_step();
+                }
+            }
         }
         outcome
     }

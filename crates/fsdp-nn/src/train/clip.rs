@@ -7,9 +7,12 @@ use fsdp_flat::with_float;
 
 use crate::algorithm::multiply;
 use crate::error::{NnError, Result};
-use crate::exchange::device;
+use crate::exchange::{agree, device};
 use crate::model::ShardedParameters;
 use crate::tasks;
+
+/// In the place of the way to clip, from a rank that could not compute its part of the norm.
+const FAILED: u64 = u64::MAX;
 
 /// A norm of all gradients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -74,11 +77,12 @@ pub struct ClipOptions {
 
 impl ShardedParameters {
     /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients.
-    /// Collectives: one all-reduce of one number over the shard group, none where nothing is
+    /// Collectives: one all-reduce of two numbers over the shard group, none where nothing is
     /// sharded.
     ///
     /// # Errors
-    /// The all-reduce's.
+    /// [`NnError::GradientsNotReduced`] and [`NnError::BackwardNotEnded`]; the all-reduce's. One
+    /// rank's error is one of every rank of the shard group.
     pub fn grad_norm(&self) -> Result<f64> {
         self.grad_norm_of(GradNorm::L2)
     }
@@ -87,15 +91,22 @@ impl ShardedParameters {
     /// if any gradient is NaN. Collectives: those of [`Self::grad_norm`].
     ///
     /// # Errors
-    /// The all-reduce's.
+    /// The errors of [`Self::grad_norm`].
     pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
-        let mut total = [self.norm_part(norm)?];
-        if let Some(group) = self.shard_group() {
-            let op = match norm {
-                GradNorm::L2 => ReduceOp::Sum,
-                GradNorm::Infinity => ReduceOp::Max,
-            };
-            group.all_reduce(&mut total, op)?;
+        let own_part = self.norm_part(norm);
+        let Some(group) = self.shard_group() else {
+            return Ok(norm.finish(own_part?));
+        };
+        // An error of this rank must not leave the others waiting.
+        let has_failed = f64::from(u8::from(own_part.is_err()));
+        let mut total = [*own_part.as_ref().unwrap_or(&0.0), has_failed];
+        let op = match norm {
+            GradNorm::L2 => ReduceOp::Sum,
+            GradNorm::Infinity => ReduceOp::Max,
+        };
+        group.all_reduce(&mut total, op)?;
+        if total[1] > 0.0 {
+            return agree(group, "grad_norm", own_part);
         }
         Ok(norm.finish(total[0]))
     }
@@ -115,6 +126,7 @@ impl ShardedParameters {
         norm: GradNorm,
         scalars: &[Tensor],
     ) -> Result<(f64, f64, Vec<f64>)> {
+        self.check_gradients_reduced()?;
         let is_infinity = norm == GradNorm::Infinity;
         let (on_host, on_device) = self.gradients_by_place();
         let (device_part, scalars) = device::norm_part(&on_device, is_infinity, scalars)?;
@@ -145,13 +157,15 @@ impl ShardedParameters {
 
     /// Returns the norm of all gradients to clip them by, from this rank's part, and the numbers
     /// that each rank passes. Checks that all ranks clip alike: ranks that clip differently would
-    /// drift apart. Collective: one all-gather over the model's group.
+    /// drift apart. Collectives: one all-gather over the model's group, and one agreement if a rank
+    /// has no part because of an error.
     ///
     /// # Errors
-    /// The all-gather's; [`NnError::Options`], the same on every rank.
+    /// The error of this rank's part, on every rank; the all-gather's; [`NnError::Options`], the
+    /// same on every rank.
     pub(super) fn norm_to_clip(
         &self,
-        own_part: f64,
+        own_part: Result<f64>,
         max_norm: f64,
         options: ClipOptions,
         numbers: &[u64],
@@ -161,11 +175,22 @@ impl ShardedParameters {
             norm,
             on_non_finite,
         } = options;
-        let kind = norm as u64 * 4 + on_non_finite as u64;
-        let mut own = vec![own_part.to_bits(), max_norm.to_bits(), kind];
+        // An error of this rank must not leave the others waiting.
+        let kind = match own_part {
+            Ok(_) => norm as u64 * 4 + on_non_finite as u64,
+            Err(_) => FAILED,
+        };
+        let own_bits = own_part.as_ref().map_or(0, |part| part.to_bits());
+        let mut own = vec![own_bits, max_norm.to_bits(), kind];
         own.extend_from_slice(numbers);
         let mut gathered = vec![0; own.len() * group.world_size()];
         group.all_gather_into(&mut gathered, &own)?;
+        if gathered
+            .chunks_exact(own.len())
+            .any(|call| call[2] == FAILED)
+        {
+            agree(group, "the norm of the gradients", own_part)?;
+        }
         let reference = group.global_ranks()[0];
         // The gradients of other replicas are the same as those of this one.
         let shard_ranks = self.shard_group().map(ProcessGroup::global_ranks);
@@ -226,8 +251,9 @@ impl ShardedParameters {
     ///
     /// # Errors
     /// [`NnError::Options`] for a norm that is negative or NaN, and, on every rank, if ranks pass
-    /// different norms; [`NnError::NonFiniteGradients`]; the all-gather's. The gradients are
-    /// unchanged then.
+    /// different norms; [`NnError::NonFiniteGradients`]; [`NnError::GradientsNotReduced`] and
+    /// [`NnError::BackwardNotEnded`], which are errors on every rank; the all-gather's. The
+    /// gradients are unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
@@ -241,7 +267,7 @@ impl ShardedParameters {
     /// [`OnNonFinite::Error`]. Also [`NnError::Options`], on every rank, if ranks pass different
     /// options.
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
-        let own_part = self.norm_part(options.norm)?;
+        let own_part = self.norm_part(options.norm);
         let (norm, _) = self.norm_to_clip(own_part, max_norm, options, &[])?;
         if !norm.is_finite() {
             match options.on_non_finite {

@@ -1,5 +1,7 @@
 //! The end of a step: gradients are unscaled, clipped and checked, and optimizers step.
 
+use std::collections::HashSet;
+
 use candle_core::Tensor;
 use fsdp_ops::step::{self, Factor};
 use tracing::info_span;
@@ -47,7 +49,7 @@ pub struct FinishedStep {
     pub grad_norm: f64,
     /// `true` if the optimizers did not step, because gradients were not finite.
     pub is_skipped: bool,
-    /// The sum of the losses of each rank.
+    /// For each rank, the sum of its losses.
     pub losses: Vec<f64>,
     /// The numbers of each rank.
     pub numbers: Vec<Vec<u64>>,
@@ -98,16 +100,24 @@ impl ShardedParameters {
     /// # Errors
     /// Before anything is changed, except that gradients may have been unscaled:
     /// [`NnError::NonFiniteGradients`] with [`OnNonFinite::Error`] and no loss scale, on every
-    /// rank; [`NnError::ForeignOptimizer`]; [`ScalerError::UnscaledTwice`](crate::ScalerError); the
-    /// errors of [`Self::clip_grad_norm_with`]. After that, those of [`Optimizer::step`].
+    /// rank; [`NnError::ForeignOptimizer`]; [`NnError::Options`] for two optimizers that hold the
+    /// same parameter; [`ScalerError::UnscaledTwice`](crate::ScalerError); the errors of
+    /// [`Self::clip_grad_norm_with`]. After that, those of [`Optimizer::step`].
     pub fn finish_step(
         &self,
         optimizers: &mut [Optimizer],
         scaler: Option<&mut GradScaler>,
         options: &FinishOptions<'_>,
     ) -> Result<FinishedStep> {
+        let mut stepped = HashSet::new();
         for optimizer in &*optimizers {
             optimizer.check_belongs_to(self)?;
+            if let Some(fqn) = optimizer.fqns().find(|fqn| !stepped.insert(*fqn)) {
+                return Err(NnError::options(format!(
+                    "two of the optimizers hold the parameter `{fqn}`, and each would update it: \
+                     give it to one of them"
+                )));
+            }
         }
         let mut scaler = scaler.filter(|scaler| scaler.is_enabled());
         // The factor that removes the loss scale.
@@ -121,8 +131,8 @@ impl ShardedParameters {
             return Ok(step);
         }
         // Step 1: find out what only this rank knows, and tell all others.
-        let own = self.own_numbers(options, unscale)?;
-        let (mut step, is_finite) = self.share_numbers(&own, options, unscale)?;
+        let own = self.own_numbers(options, unscale);
+        let (mut step, is_finite) = self.share_numbers(own, options, unscale)?;
         // Step 2: decide. All ranks have the same numbers, so all of them decide alike.
         if let Some(scaler) = scaler.as_mut().filter(|_| !is_finite) {
             scaler.count_step(false);
@@ -242,6 +252,8 @@ impl ShardedParameters {
     /// Returns what this rank tells the others. Gradients in the host's memory are unscaled; those
     /// on a GPU stay as they are, and their norm is that of unscaled ones. No communication.
     fn own_numbers(&self, options: &FinishOptions<'_>, unscale: Option<f64>) -> Result<OwnNumbers> {
+        // Before any are unscaled.
+        self.check_gradients_reduced()?;
         let is_finite_on_host = match unscale {
             Some(factor) => self.unscale_host_gradients(factor)?,
             None => true,
@@ -261,21 +273,26 @@ impl ShardedParameters {
     /// all-gather over the model's group.
     ///
     /// # Errors
-    /// The all-gather's; [`NnError::Options`] if ranks end their steps differently.
+    /// An error in the place of a rank's own numbers, on every rank; the all-gather's;
+    /// [`NnError::Options`] if ranks end their steps differently.
     fn share_numbers(
         &self,
-        own: &OwnNumbers,
+        own: Result<OwnNumbers>,
         options: &FinishOptions<'_>,
         unscale: Option<f64>,
     ) -> Result<(FinishedStep, bool)> {
+        let (is_finite, loss) = own
+            .as_ref()
+            .map_or((false, 0.0), |own| (own.is_finite, own.loss));
         let mut own_numbers = vec![
-            u64::from(own.is_finite),
-            own.loss.to_bits(),
+            u64::from(is_finite),
+            loss.to_bits(),
             unscale.unwrap_or(1.0).to_bits(),
         ];
         own_numbers.extend_from_slice(options.numbers);
+        let own_part = own.map(|own| own.norm_part);
         let (grad_norm, numbers) =
-            self.norm_to_clip(own.norm_part, options.max_norm, options.clip, &own_numbers)?;
+            self.norm_to_clip(own_part, options.max_norm, options.clip, &own_numbers)?;
         let ranks = self.group().global_ranks();
         let reference = numbers[0][2];
         let (mut is_finite, mut losses) = (true, Vec::with_capacity(numbers.len()));

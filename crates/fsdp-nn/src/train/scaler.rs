@@ -11,9 +11,14 @@ use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
 
 use crate::error::{Result, ScalerError};
-use crate::exchange::device;
+use crate::exchange::{agree, device};
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
+
+/// What ranks tell each other of their gradients. The largest number is the outcome of all.
+const FINITE: f32 = 0.0;
+const NON_FINITE: f32 = 1.0;
+const FAILED: f32 = 2.0;
 
 /// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -179,7 +184,9 @@ impl GradScaler {
     /// byte for each parameter.
     ///
     /// # Errors
-    /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`]; the all-reduce's.
+    /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`];
+    /// [`NnError::GradientsNotReduced`](crate::NnError::GradientsNotReduced); the all-reduce's. One
+    /// rank's error is every rank's. Gradients may have been divided then: drop them.
     pub fn unscale(&mut self, parameters: &ShardedParameters) -> Result<bool> {
         if !self.options.enabled {
             return Ok(true);
@@ -189,13 +196,16 @@ impl GradScaler {
         }
         let unscaled = parameters.unscale_gradients(self.unscale_factor());
         // An error of this rank must not leave the others waiting.
-        let is_own_finite = *unscaled.as_ref().unwrap_or(&false);
-        let mut non_finite_flag = [f32::from(u8::from(!is_own_finite))];
-        parameters
-            .group()
-            .all_reduce(&mut non_finite_flag, ReduceOp::Max)?;
-        unscaled?;
-        let is_finite = non_finite_flag[0] == 0.0;
+        let mut worst = [match unscaled {
+            Ok(true) => FINITE,
+            Ok(false) => NON_FINITE,
+            Err(_) => FAILED,
+        }];
+        parameters.group().all_reduce(&mut worst, ReduceOp::Max)?;
+        if worst[0] == FAILED {
+            return agree(parameters.group(), "GradScaler::unscale", unscaled);
+        }
+        let is_finite = worst[0] == FINITE;
         let non_finite = if is_finite {
             HashSet::new()
         } else {
@@ -427,6 +437,7 @@ impl ShardedParameters {
     /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were
     /// finite before. No communication.
     fn unscale_gradients(&self, factor: f64) -> Result<bool> {
+        self.check_gradients_reduced()?;
         let (_, on_device) = self.gradients_by_place();
         // A sum of squares on the GPU is not finite if an element is not, and only that sum comes
         // to the host.

@@ -331,17 +331,20 @@ impl FlatParamHandle {
         self.state().gradients = Gradients::new(self.params.len());
     }
 
-    /// Checks that no backward has left gradients here that it has not reduced.
+    /// Checks that backwards have left no gradients here that are not reduced over all ranks.
     ///
     /// # Errors
-    /// [`NnError::BackwardNotEnded`].
-    pub(crate) fn check_backward_ended(&self) -> Result<()> {
-        if self.state().gradients.received.is_empty() {
-            return Ok(());
+    /// [`NnError::BackwardNotEnded`] and [`NnError::GradientsNotReduced`].
+    pub(crate) fn check_gradients_reduced(&self) -> Result<()> {
+        let state = self.state();
+        let unit = || self.name().to_owned();
+        if !state.gradients.received.is_empty() {
+            return Err(NnError::BackwardNotEnded { unit: unit() });
         }
-        Err(NnError::BackwardNotEnded {
-            unit: self.name().to_owned(),
-        })
+        if state.gradients.unsharded.is_some() || state.gradients.partial.is_some() {
+            return Err(NnError::GradientsNotReduced { unit: unit() });
+        }
+        Ok(())
     }
 
     /// Returns `true` for each parameter that got a gradient on this rank since the last

@@ -9,8 +9,8 @@ use fsdp_nn::algorithm::{
 };
 use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
 use fsdp_nn::{
-    Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup,
-    ShardingStrategy,
+    Algorithm, FinishOptions, FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions,
+    NnError, Optimizer, ParamGroup, ShardingStrategy,
 };
 use fsdp_state::StateValue;
 
@@ -387,4 +387,231 @@ fn an_error_of_one_rank_is_one_of_all_in_a_step_that_communicates() {
     })
     .unwrap();
     assert_ne!(failed_here[0], failed_here[1]);
+}
+
+/// A rank that finds in its checks that it cannot step must not leave the others waiting.
+#[test]
+fn an_error_before_a_step_that_communicates_is_one_of_all_ranks_too() {
+    for whole in [
+        Algorithm::Muon(MuonOptions::default()),
+        Algorithm::Adafactor(AdafactorOptions::default()),
+    ] {
+        run_local(2, |group| {
+            let model = model(&group);
+            let groups = vec![
+                ParamGroup::new(whole.clone(), ["weight"]),
+                ParamGroup::new(adamw(), ["bias"]),
+            ];
+            let mut optimizer = Optimizer::with_groups(model.parameters(), groups).unwrap();
+            backward(&model);
+            let set_rate = |optimizer: &mut Optimizer, lr: f64| {
+                let Algorithm::AdamW(options) = &mut optimizer.groups_mut()[1].algorithm else {
+                    unreachable!()
+                };
+                options.lr = lr;
+            };
+            let before = weights(&model);
+            if group.rank() == 1 {
+                set_rate(&mut optimizer, -1.0);
+            }
+            let error = optimizer.step().unwrap_err();
+            let is_told = matches!(error, NnError::Comm(CommError::RankFailed { .. }));
+            assert_eq!(is_told, group.rank() == 0, "{error}");
+            assert!(error.to_string().contains("`lr` = `-1`"), "{error}");
+            assert_eq!(weights(&model), before);
+            set_rate(&mut optimizer, 1e-3);
+            optimizer.step().unwrap();
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_step_of_muon_that_another_rank_could_not_make_can_be_made_again() {
+    run_local(2, |group| {
+        let groups = || {
+            vec![
+                ParamGroup::new(Algorithm::Muon(MuonOptions::default()), ["weight"]),
+                ParamGroup::new(adamw(), ["bias"]),
+            ]
+        };
+        let build = || {
+            let model =
+                FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+                    linear(4, 4, scope.vb())
+                });
+            let model = model.unwrap();
+            let optimizer = Optimizer::with_groups(model.parameters(), groups()).unwrap();
+            (model, optimizer)
+        };
+        let ((expected, mut straight), (model, mut optimizer)) = (build(), build());
+        for step in 0..3 {
+            backward(&expected);
+            straight.step().unwrap();
+            expected.parameters().zero_grad();
+
+            backward(&model);
+            // One rank cannot reach moments of the other group.
+            let state = optimizer.state_of("bias").unwrap();
+            let moment = state.filter(|_| group.rank() == 1).map(|state| {
+                let shards = state["exp_avg"].as_sharded().unwrap().shards();
+                shards[0].tensor.flatten_all().unwrap()
+            });
+            let values = moment.as_ref().map(|moment| {
+                let values = moment.to_vec1::<f32>().unwrap();
+                release(moment).unwrap();
+                values
+            });
+            if step > 0 {
+                optimizer.step().unwrap_err();
+            }
+            if let (Some(moment), Some(values)) = (moment, values) {
+                Contents::new(values).move_into(&moment).unwrap();
+            }
+            optimizer.step().unwrap();
+            model.parameters().zero_grad();
+            assert_eq!(
+                bits(&model, "weight"),
+                bits(&expected, "weight"),
+                "step {step}"
+            );
+        }
+    })
+    .unwrap();
+}
+
+/// An epoch whose last micro-batches do not make a whole window, say.
+#[test]
+fn gradients_that_no_backward_has_reduced_are_an_error_at_the_end_of_a_step() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        for ways in 0..2 {
+            run_local(2, |group| {
+                let config = FsdpConfig {
+                    strategy,
+                    ..FsdpConfig::default()
+                };
+                let build = |scope: &fsdp_nn::Scope| linear(4, 1, scope.vb());
+                let model = FullyShardedDataParallel::new(group.clone(), config, build).unwrap();
+                let parameters = model.parameters();
+                let mut optimizers = [Optimizer::new(parameters, adamw()).unwrap()];
+                let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
+                let before = weights(&model);
+                if ways == 0 {
+                    let unreduced = model.no_sync(|model| {
+                        backward(model);
+                        Ok::<(), NnError>(())
+                    });
+                    unreduced.unwrap();
+                } else if strategy == ShardingStrategy::NoShard {
+                    model.set_requires_all_reduce(false);
+                    backward(&model);
+                    model.set_requires_all_reduce(true);
+                } else {
+                    return;
+                }
+                for refused in [
+                    optimizers[0].step(),
+                    parameters.grad_norm().map(drop),
+                    parameters.clip_grad_norm(1.0).map(drop),
+                    scaler.unscale(parameters).map(drop),
+                    scaler.step(&mut optimizers[0]).map(drop),
+                    parameters
+                        .finish_step(&mut optimizers, None, &FinishOptions::default())
+                        .map(drop),
+                ] {
+                    let error = refused.unwrap_err();
+                    assert!(
+                        matches!(error, NnError::GradientsNotReduced { .. }),
+                        "{error}"
+                    );
+                }
+                assert_eq!(weights(&model), before);
+                // They are still there for the next backward.
+                backward(&model);
+                optimizers[0].step().unwrap();
+                assert!(before.is_empty() || weights(&model) != before);
+            })
+            .unwrap();
+        }
+    }
+}
+
+#[test]
+fn gradients_that_one_rank_has_not_reduced_are_an_error_of_all_where_ranks_communicate() {
+    run_local(3, |group| {
+        let config = FsdpConfig {
+            strategy: ShardingStrategy::NoShard,
+            ..FsdpConfig::default()
+        };
+        let build = |scope: &fsdp_nn::Scope| linear(4, 1, scope.vb());
+        let model = FullyShardedDataParallel::new(group.clone(), config, build).unwrap();
+        let parameters = model.parameters();
+        let mut optimizers = [Optimizer::new(parameters, adamw()).unwrap()];
+        let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
+        if group.rank() == 1 {
+            let unreduced = model.no_sync(|model| {
+                backward(model);
+                Ok::<(), NnError>(())
+            });
+            unreduced.unwrap();
+        }
+        for refused in [
+            parameters.clip_grad_norm(1.0).map(drop),
+            scaler.unscale(parameters).map(drop),
+            parameters
+                .finish_step(&mut optimizers, None, &FinishOptions::default())
+                .map(drop),
+            parameters
+                .finish_step(
+                    &mut optimizers,
+                    Some(&mut scaler),
+                    &FinishOptions::default(),
+                )
+                .map(drop),
+        ] {
+            let error = refused.unwrap_err();
+            assert_eq!(
+                matches!(error, NnError::GradientsNotReduced { .. }),
+                group.rank() == 1,
+                "{error}"
+            );
+            assert!(
+                error.to_string().contains("have not been reduced"),
+                "{error}"
+            );
+        }
+        parameters.zero_grad();
+        backward(&model);
+        parameters
+            .finish_step(
+                &mut optimizers,
+                Some(&mut scaler),
+                &FinishOptions::default(),
+            )
+            .unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_parameter_that_two_optimizers_hold_is_not_stepped_twice() {
+    run_local(2, |group| {
+        let model = model(&group);
+        let parameters = model.parameters();
+        let of = |fqns: &[&str]| {
+            let groups = vec![ParamGroup::new(adamw(), fqns.to_vec())];
+            Optimizer::with_groups(parameters, groups).unwrap()
+        };
+        let before = weights(&model);
+        backward(&model);
+        let mut overlapping = [of(&["weight", "bias"]), of(&["weight"])];
+        let finish = |optimizers: &mut [Optimizer]| {
+            parameters.finish_step(optimizers, None, &FinishOptions::default())
+        };
+        let error = finish(&mut overlapping).unwrap_err();
+        assert!(error.to_string().contains("`weight`"), "{error}");
+        assert_eq!(weights(&model), before);
+        finish(&mut [of(&["bias"]), of(&["weight"])]).unwrap();
+    })
+    .unwrap();
 }
