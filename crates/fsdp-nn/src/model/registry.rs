@@ -258,11 +258,19 @@ impl Registry {
     fn request_parameter(&mut self, name: &str, request: Request<'_>) -> Result<Tensor> {
         let name = self.resolve(name)?.to_owned();
         let is_ignored = (self.ignored_states)(&name);
-        if is_ignored || is_running_statistic(&name) || self.buffers.contains_key(&name) {
+        if is_ignored || is_running_statistic(&name) {
             if is_ignored {
                 self.ignored_names.insert(name.clone());
             }
             return self.request_buffer(&name, &request);
+        }
+        // The model would compute with the buffer, and not train it.
+        if self.buffers.contains_key(&name) {
+            return Err(BuildError::Buffer {
+                name,
+                problem: "under the name of a parameter",
+            }
+            .into());
         }
         let Request {
             shape,

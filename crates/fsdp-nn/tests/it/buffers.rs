@@ -232,6 +232,18 @@ fn a_buffer_under_a_name_that_is_taken_is_an_error() {
             after_a_parameter.contains("`bias`") && after_a_parameter.contains("parameter"),
             "{after_a_parameter}"
         );
+        let before_a_parameter = build(&|scope| {
+            scope.buffer(
+                "weight",
+                Tensor::zeros((3, 3), DType::F32, &Device::Cpu)?,
+                true,
+            );
+            linear(3, 3, scope.vb()).map(drop)
+        });
+        assert!(
+            before_a_parameter.contains("`weight`") && before_a_parameter.contains("parameter"),
+            "{before_a_parameter}"
+        );
         let twice = build(&|scope| {
             linear(3, 3, scope.vb())?;
             scope.pp("norm").buffer("mean", value()?, true);
