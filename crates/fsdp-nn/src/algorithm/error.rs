@@ -75,6 +75,17 @@ pub enum AlgorithmError {
         /// The optimizer, by its class name.
         algorithm: &'static str,
     },
+    /// A learning rate that falls has no steps to fall in.
+    #[error(
+        "the learning rate would be 0 right after its warm-up: of {steps} steps the warm-up takes \
+         {warmup}; set `steps` of the schedule to those of the run, or keep the rate constant"
+    )]
+    Schedule {
+        /// The steps of the warm-up.
+        warmup: u64,
+        /// The steps of the schedule.
+        steps: u64,
+    },
     /// A parameter is no matrix.
     #[error(
         "{algorithm} updates matrices only, but a parameter of its group has the shape {shape:?}: \

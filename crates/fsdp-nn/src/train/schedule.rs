@@ -36,8 +36,8 @@ pub struct Schedule {
     pub decay: Decay,
     /// The number of steps in which the rate rises from 0 to the base.
     pub warmup: u64,
-    /// The number of steps, the warm-up included, after which the rate has fallen. A constant rate
-    /// ignores it.
+    /// The number of steps, the warm-up included, after which the rate has fallen: more than those
+    /// of the warm-up. A constant rate ignores it.
     pub steps: u64,
 }
 
@@ -64,12 +64,30 @@ impl Schedule {
     /// communication.
     ///
     /// # Errors
-    /// A base that is negative or not finite.
+    /// A base that is negative or not finite; a rate that falls, but has no steps after its warm-up
+    /// to fall in. No group has been changed then.
     pub fn apply(&self, optimizer: &mut Optimizer, step: u64) -> Result<(), AlgorithmError> {
+        let Schedule {
+            decay,
+            warmup,
+            steps,
+        } = *self;
+        // The run would train nothing after its warm-up.
+        if decay != Decay::Constant && steps <= warmup {
+            return Err(AlgorithmError::Schedule { warmup, steps });
+        }
         let factor = self.factor(step);
-        for group in optimizer.groups_mut() {
+        // Step 1: find all rates, and check them.
+        let mut rates = Vec::with_capacity(optimizer.groups().len());
+        for group in optimizer.groups() {
             let base_lr = group.initial_lr().unwrap_or_else(|| group.algorithm.lr());
-            group.algorithm.set_lr(base_lr * factor)?;
+            let mut algorithm = group.algorithm.clone();
+            algorithm.set_lr(base_lr * factor)?;
+            rates.push((algorithm, base_lr));
+        }
+        // Step 2: set them.
+        for (group, (algorithm, base_lr)) in optimizer.groups_mut().iter_mut().zip(rates) {
+            group.algorithm = algorithm;
             group.set_initial_lr(base_lr);
         }
         Ok(())

@@ -68,3 +68,49 @@ fn each_group_has_a_base_of_its_own_that_outlives_a_resume() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_schedule_that_cannot_be_applied_changes_no_group() {
+    run_local(1, |group| {
+        let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+            linear(3, 2, scope.vb())
+        })
+        .unwrap();
+        let adamw = || Algorithm::AdamW(AdamOptions::adamw());
+        let groups = vec![
+            ParamGroup::new(adamw(), ["weight"]),
+            ParamGroup::new(adamw(), ["bias"]),
+        ];
+        let mut optimizer = Optimizer::with_groups(model.parameters(), groups).unwrap();
+        let unchanged = |optimizer: &Optimizer| {
+            let group = &optimizer.groups()[0];
+            assert_eq!(group.algorithm.lr(), adamw().lr());
+            assert_eq!(group.initial_lr(), None);
+        };
+        let linear = |warmup, steps| Schedule {
+            decay: Decay::Linear,
+            warmup,
+            steps,
+        };
+        // One that never has a rate after its warm-up.
+        for never in [linear(100, 0), linear(0, 0), linear(5, 5)] {
+            let error = never.apply(&mut optimizer, 0).unwrap_err().to_string();
+            assert!(error.contains("warm-up"), "{error}");
+            unchanged(&optimizer);
+        }
+        // Another group has a base that cannot be.
+        for bad in [-1.0, f64::NAN] {
+            optimizer.groups_mut()[1].set_initial_lr(bad);
+            linear(0, 4).apply(&mut optimizer, 1).unwrap_err();
+            unchanged(&optimizer);
+        }
+        optimizer.groups_mut()[1].set_initial_lr(1.0);
+        linear(0, 4).apply(&mut optimizer, 1).unwrap();
+        let warm_up = Schedule {
+            warmup: 3,
+            ..Schedule::default()
+        };
+        warm_up.apply(&mut optimizer, 1).unwrap();
+    })
+    .unwrap();
+}
