@@ -17,9 +17,11 @@ use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Storage, Tensor, Var,
 };
 
+use fsdp_flat::storage::HostBytes;
 use fsdp_ops::autograd::{self, Recorded};
 
 use super::hooks::{ParameterSlot, copy_contiguous, is_anchor, parameter_of};
+use crate::error::NnError;
 use crate::guards::lock;
 
 const NAME: &str = "recompute";
@@ -32,8 +34,11 @@ const NAME: &str = "recompute";
 /// gradients are in memory together in the backward. Gradients are bit for bit those of the module
 /// itself. It adds no communication.
 ///
-/// Both forwards must compute the same; a dropout, for example, must use the same mask. State that
-/// a forward changes, such as batch norm's running statistics, is changed twice.
+/// Both forwards must compute the same. A dropout, for example, must use the same mask:
+/// `fsdp_ops::dropout` does, if it gets the same masks, and `candle_nn::Dropout` does not. If the
+/// outputs differ, the backward is an error on CPUs; on a GPU nobody compares them, and gradients
+/// would be wrong. State that a forward changes, such as batch norm's running statistics, is
+/// changed twice.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -117,7 +122,7 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 /// of sharded models that `f` uses, and to candle's variables, and are bit for bit those of a call
 /// of `f`.
 ///
-/// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the
+/// `f` must compute the same both times, which only CPUs check: see [`Recomputed`]. Tensors with gradients that depend on earlier parts of the
 /// model should be among `inputs`: if `f` holds one itself, the backward of what it comes from is
 /// computed twice. `f` may recompute parts of its own. No communication but that of `f`.
 ///
@@ -311,6 +316,10 @@ impl Part {
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(recompute_mismatch_error());
         }
+        // On a GPU the host would have to wait for both.
+        if node.device().is_cpu() && !have_same_bytes(node, &output)? {
+            return Err(recompute_mismatch_error());
+        }
         // The outer backward passes the gradients of parameters on.
         let (mut store, mut parameters) = autograd::gradients(&output, grad)?;
         let gradients = self.targets.iter().map(|target| match target {
@@ -328,11 +337,19 @@ impl Part {
     }
 }
 
+/// Returns `true` if two tensors of one shape and dtype have the same bytes.
+fn have_same_bytes(first: &Tensor, second: &Tensor) -> Result<bool> {
+    let (first, second) = (first.contiguous()?, second.contiguous()?);
+    let first = HostBytes::read(&first).map_err(NnError::from)?;
+    let second = HostBytes::read(&second).map_err(NnError::from)?;
+    Ok(*first == *second)
+}
+
 /// Returns the error of a part that computes something else the second time.
 fn recompute_mismatch_error() -> candle_core::Error {
     candle_core::Error::Msg(
         "a recomputed part of the model computes something else in the backward than in the \
-         forward"
+         forward: a dropout in it must use the same mask, as that of `fsdp_ops::dropout` does"
             .to_owned(),
     )
 }

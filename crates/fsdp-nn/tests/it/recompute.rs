@@ -12,6 +12,7 @@ use fsdp_nn::{
     FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer, Recomputed, Scope,
     ShardingStrategy, Unit, recompute,
 };
+use fsdp_ops::DropoutMasks;
 
 /// The way in which layers are recomputed.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -304,4 +305,22 @@ fn a_part_that_computes_something_else_the_second_time_is_an_error() {
         let error = loss.backward().unwrap_err().to_string();
         assert!(error.contains("something else"), "{error}");
     }
+}
+
+#[test]
+fn a_part_whose_second_dropout_has_another_mask_is_an_error() {
+    let x = Var::ones((8, 8), DType::F32, &Device::Cpu).unwrap();
+    let loss = |f: &'static (dyn Fn(&Tensor) -> candle_core::Result<Tensor> + Send + Sync)| {
+        let dropped = recompute(&[x.as_tensor()], move |inputs| f(&inputs[0]));
+        dropped.unwrap().sum_all().unwrap()
+    };
+    let error = loss(&|x| candle_nn::ops::dropout(x, 0.5)).backward();
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("`fsdp_ops::dropout`"), "{error}");
+    // That one has the same mask. Views and numbers that are not finite are compared too.
+    let same = loss(&|x| {
+        let dropped = fsdp_ops::dropout(&x.t()?, 0.5, DropoutMasks::new(1, 0, 0))?;
+        (dropped * f64::NAN)?.t()
+    });
+    same.backward().unwrap();
 }
