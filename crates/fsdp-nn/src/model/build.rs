@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_flat::storage::{HostSliceMut, zeros};
+use fsdp_flat::storage::{HostBytes, HostSliceMut, zeros};
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
 use super::init::InitialValues;
-use super::registry::{DeclaredParameter, ROOT, Registry};
-use crate::config::{FsdpConfig, ShardingStrategy};
+use super::registry::{DeclaredParameter, ROOT, Registry, is_running_statistic};
+use crate::config::{FsdpConfig, MixedPrecision, ShardingStrategy};
 use crate::error::{BuildError, NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared};
 use crate::unit::{FlatParamHandle, Parameter, UnitSpec};
@@ -111,8 +111,20 @@ impl BuiltUnits {
     ) -> Result<FlatParamHandle> {
         let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
-        if let Some(reduce) = unit.precision.reduce {
-            check_is_computable(reduce, "reduction of gradients")?;
+        let MixedPrecision {
+            param,
+            reduce,
+            output,
+            ..
+        } = unit.precision;
+        for (dtype, operation) in [
+            (param, "MixedPrecision::param"),
+            (reduce, "reduction of gradients"),
+            (output, "MixedPrecision::output"),
+        ] {
+            if let Some(dtype) = dtype {
+                check_is_computable(dtype, operation)?;
+            }
         }
         let alignment = if config.use_orig_params {
             aligned_numel(file_dtype(dtype)?)
@@ -219,12 +231,32 @@ pub(crate) fn describe_model(
     lines.extend(registry.buffers.iter().map(|(name, (value, persistent))| {
         let saved = if *persistent { "saved" } else { "not saved" };
         format!(
-            "the buffer `{name}`, {saved}, {} {:?}",
+            "the buffer `{name}`, {saved}, {} {:?}{}",
             value.dtype().as_str(),
-            value.dims()
+            value.dims(),
+            describe_values(name, value)
         )
     }));
     lines
+}
+
+/// Returns the end of a line about a buffer, which tells its values apart from others: empty for
+/// running statistics, which are those of each rank's own batches, and for values that the host
+/// cannot read without waiting.
+fn describe_values(name: &str, value: &Tensor) -> String {
+    if is_running_statistic(name) || !value.device().is_cpu() {
+        return String::new();
+    }
+    hash_elements(value).map_or_else(
+        |_| String::new(),
+        |hash| format!(", with values of hash {hash:016x}"),
+    )
+}
+
+/// Returns a hash of a tensor's elements.
+pub(super) fn hash_elements(value: &Tensor) -> Result<u64> {
+    let value = value.contiguous()?;
+    Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))
 }
 
 /// Returns the shard group and the replicate group of this rank. Collectives: for `HybridShard` the

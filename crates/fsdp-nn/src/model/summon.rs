@@ -1,12 +1,11 @@
 //! The whole parameters on every rank, to look at or to change.
 
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::HostBytes;
 
 use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
 
-use super::build::agree_on_model;
+use super::build::{agree_on_model, hash_elements};
 use super::parameters::ShardedParameters;
 use crate::error::{BuildError, NnError, Result};
 use crate::unit::InUse;
@@ -161,10 +160,4 @@ impl FullParameters<'_> {
         }
         Ok(())
     }
-}
-
-/// Returns a hash of a tensor's elements.
-fn hash_elements(value: &Tensor) -> Result<u64> {
-    let value = value.contiguous()?;
-    Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))
 }

@@ -468,3 +468,32 @@ fn messages_have_candles_error_and_not_its_backtrace() {
         assert_eq!(message, "in a test: no such kernel");
     }
 }
+
+#[test]
+fn ranks_whose_buffers_have_different_values_are_told_so() {
+    let buffer = |scope: &Scope, name: &str, value: f32| {
+        let value = Tensor::full(value, 3, &Device::Cpu)?;
+        scope.buffer(name, value, false);
+        candle_core::Result::Ok(())
+    };
+    for error in errors(3, |scope, rank| {
+        get(scope, "same")?;
+        buffer(scope, "table", 1.0)?;
+        buffer(scope, "noise", if rank == 2 { 2.0 } else { 1.0 })
+    }) {
+        assert!(
+            error.contains("`noise`") && error.contains("rank 2 has") && !error.contains("`table`"),
+            "{error}"
+        );
+    }
+    // Running statistics are each rank's own.
+    run_local(2, |group| {
+        let value = group.rank() as f32;
+        new(&group, FsdpConfig::default(), |scope| {
+            get(scope, "same")?;
+            buffer(scope, "norm.running_mean", value)
+        })
+        .unwrap();
+    })
+    .unwrap();
+}

@@ -308,3 +308,36 @@ fn dtypes_without_arithmetic_are_refused() {
         assert!(error.to_string().contains("F8E4M3"), "{error}");
     }
 }
+
+#[test]
+fn precisions_that_hold_no_floats_to_compute_with_are_refused() {
+    run_local(2, |group| {
+        let with = |dtype| MixedPrecision {
+            output: Some(dtype),
+            ..MixedPrecision::default()
+        };
+        let build = |whole: MixedPrecision, of_unit: MixedPrecision| {
+            let config = FsdpConfig {
+                mixed_precision: whole,
+                ..FsdpConfig::default()
+            };
+            FullyShardedDataParallel::new(group.clone(), config, |scope| {
+                candle_nn::linear(3, 2, scope.vb())?;
+                let unit = scope.pp("unit");
+                unit.unit_with(of_unit, |scope| candle_nn::linear(3, 2, scope.vb()))
+            })
+            .map(drop)
+        };
+        for dtype in [DType::U32, DType::F8E4M3] {
+            for (whole, of_unit) in [
+                (with(dtype), with(DType::F32)),
+                (with(DType::F32), with(dtype)),
+            ] {
+                let error = build(whole, of_unit).unwrap_err().to_string();
+                assert!(error.contains("MixedPrecision::output"), "{error}");
+            }
+        }
+        build(with(DType::BF16), with(DType::F64)).unwrap();
+    })
+    .unwrap();
+}
