@@ -117,13 +117,19 @@ impl ShardedSampler {
     /// advances to the batch after it. The numbers of samples of two ranks differ by at most one,
     /// and a rank has none if there are more ranks than samples in a batch: see
     /// [`Self::weight_of_sample`]. Every rank must call it for each batch.
+    ///
+    /// # Panics
+    /// If there is no such rank: `rank` must be less than `ranks`. It would train on nothing.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
+        assert!(
+            rank < ranks,
+            "rank {rank} of {ranks} has no samples: ranks are counted from 0"
+        );
         let batch = self.options.batch;
         // Ranks get parts whose sizes differ by one at most. The product may exceed 64 bits.
-        let [start, end] = [rank, rank.saturating_add(1)]
-            .map(|rank| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64);
-        let part = start..end.min(batch);
-        let samples = part
+        let [start, end] =
+            [rank, rank + 1].map(|rank| (u128::from(batch) * rank as u128 / ranks as u128) as u64);
+        let samples = (start..end)
             .map(|offset| self.sample_at(self.consumed.wrapping_add(offset)))
             .collect();
         self.consumed = self.consumed.wrapping_add(batch);
@@ -340,6 +346,12 @@ mod tests {
             ShardedSampler::new(plain).unwrap().next_batch(0, 1),
             [0, 1, 2, 0, 1]
         );
+    }
+
+    #[test]
+    #[should_panic(expected = "rank 2 of 2 has no samples")]
+    fn a_rank_that_there_is_not_gets_no_batch() {
+        sampler(10, 4, 1).next_batch(2, 2);
     }
 
     #[test]
