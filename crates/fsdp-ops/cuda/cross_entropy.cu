@@ -1,7 +1,7 @@
 // Mean cross-entropy of scores `[rows, classes]` against the class of each row.
 //
-// A target that is no class gives a loss of NaN: nobody waits for an answer from the device, so it
-// cannot be an error.
+// A target that is no class gives a loss of NaN, and its row a gradient of NaN: nobody waits for an
+// answer from the device, so it cannot be an error.
 //
 // Launch: like softmax (`for_rows`), then `cross_entropy_mean` with one block of n x 1 threads. The
 // gradient of the mean is read from device memory, where the backward of a graph has it.
@@ -18,10 +18,12 @@ DEVICE float loss_of(const T* scores, uint32_t target, int classes, float log_su
     return target < uint32_t(classes) ? log_sum - widen(scores[target]) : NAN;
 }
 
-/// Writes the gradient of a row of scores: the softmax, less 1 for the target, times `grad`.
+/// Writes the gradient of a row of scores: the softmax, less 1 for the target, times `grad`. It is
+/// NaN if the target is no class.
 template <int N, class T>
 DEVICE void store_gradient(const T* scores, uint32_t target, int classes, float log_sum, float grad,
                            T* dscores) {
+    if (target >= uint32_t(classes)) grad = NAN;
     for_aligned_columns<N>(scores, classes, [&](int column, auto n) {
         auto values = load<n>(scores + column);
 #pragma unroll

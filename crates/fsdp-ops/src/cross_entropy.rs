@@ -20,8 +20,8 @@ const NAME: &str = "cross-entropy";
 ///
 /// # Errors
 /// Other shapes; no rows; a target that is no class; targets that are no integers, and scores that
-/// are no floats. On GPUs a target that is no class is no error: it makes the result NaN, because
-/// nobody waits for the GPU here.
+/// are no floats. On GPUs a target that is no class is no error, because nobody waits for the GPU
+/// here: it makes the result NaN, and the gradient of its row.
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {

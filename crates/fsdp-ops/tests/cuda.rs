@@ -280,15 +280,25 @@ fn tensors_without_elements_come_out_empty() {
 }
 
 #[test]
-fn a_target_that_is_no_class_makes_the_loss_nan() {
+fn a_target_that_is_no_class_makes_loss_and_gradient_nan() {
     let gpu = Device::new_cuda(0).unwrap();
     let scores = values(&[3, 4], 0).to_dtype(DType::F32).unwrap();
-    let scores = scores.to_device(&gpu).unwrap();
+    let scores = Var::from_tensor(&scores.to_device(&gpu).unwrap()).unwrap();
     for (target, is_class) in [(3, true), (4, false), (-1, false), (1 << 32, false)] {
         let targets = Tensor::new(&[0i64, target, 2], &gpu).unwrap();
         let loss = cross_entropy(&scores, &targets).unwrap();
+        let gradients = loss.backward().unwrap();
         let loss = loss.to_scalar::<f32>().unwrap();
         assert_eq!(loss.is_finite(), is_class, "{target}");
+        let rows = gradients.get(&scores).unwrap().to_vec2::<f32>().unwrap();
+        assert!(rows[1].iter().all(|x| x.is_nan() != is_class), "{target}");
+        // Those of the other rows stay what they are.
+        assert!(
+            [&rows[0][..], &rows[2]]
+                .concat()
+                .iter()
+                .all(|x| x.is_finite())
+        );
     }
 }
 

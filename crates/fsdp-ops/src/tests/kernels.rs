@@ -58,16 +58,23 @@ fn rotations_by_kernels_have_the_bits_of_loops() {
 
 /// Nobody waits for a GPU to learn that a target is no class.
 #[test]
-fn a_target_that_is_no_class_makes_the_loss_nan_by_kernels() {
-    let scores = values(&[3, 4], DType::F32);
+fn a_target_that_is_no_class_makes_loss_and_gradient_nan_by_kernels() {
+    let scores = Var::from_tensor(&values(&[3, 4], DType::F32)).unwrap();
     for (target, is_class) in [(3, true), (4, false), (-1, false), (1 << 32, false)] {
         let targets = Tensor::new(&[0i64, target, 2], &Device::Cpu).unwrap();
-        let loss = || {
+        let loss_and_gradient = || {
             let loss = cross_entropy(&scores, &targets).unwrap();
-            loss.to_scalar::<f32>().unwrap()
+            let gradients = loss.backward().unwrap();
+            let gradient = elements(gradients.get(&scores).unwrap());
+            (loss.to_scalar::<f32>().unwrap(), gradient)
         };
-        if let Some(loss) = with_kernels(loss) {
+        if let Some((loss, gradient)) = with_kernels(loss_and_gradient) {
             assert_eq!(loss.is_finite(), is_class, "{target}");
+            let rows: Vec<&[f64]> = gradient.chunks(4).collect();
+            let mut of_target = rows[1].iter();
+            assert!(of_target.all(|x| x.is_nan() != is_class), "{target}");
+            // Those of the other rows stay what they are.
+            assert!([rows[0], rows[2]].concat().iter().all(|x| x.is_finite()));
         }
     }
 }
