@@ -25,7 +25,8 @@
 //! | [`add()`] | a sum, also with a tensor that lacks first dimensions | `Tensor::{add, broadcast_add}` |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once,
-//! at the end. On NVIDIA GPUs of compute capability 8.0 or higher, with the feature `cuda`, there
+//! at the end. [`linear_gelu_erf`] and [`linear_add`] round twice, as the two operations that they
+//! join would. On NVIDIA GPUs of compute capability 8.0 or higher, with the feature `cuda`, there
 //! are kernels for f32, bf16 and f16; matrix products are cuBLAS's. Elsewhere each function is
 //! composed of candle's operations, and has the same gradients: on older GPUs, in f64 on GPUs, and
 //! for attention whose heads are wider than 128 elements or than the GPU has shared memory for.

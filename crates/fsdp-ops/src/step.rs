@@ -130,6 +130,17 @@ fn launch(
     Ok(())
 }
 
+/// Returns a piece for each tensor, by dtype.
+fn pieces_by_dtype(tensors: &[Tensor]) -> Result<Vec<(DType, Vec<Piece>)>> {
+    let mut kinds = Vec::new();
+    for tensor in tensors {
+        let mut piece = Piece::new(tensor.elem_count());
+        piece.set(0, tensor)?;
+        push(&mut kinds, tensor.dtype(), piece);
+    }
+    Ok(kinds)
+}
+
 /// Returns, as a tensor of two `f64` on the GPU, the sum of the squares of all elements, and their
 /// largest magnitude, which is NaN if any element is NaN. `tensors` has at least one tensor.
 ///
@@ -139,12 +150,7 @@ fn launch(
 /// # Errors
 /// CUDA's.
 pub fn statistics(tensors: &[Tensor]) -> Result<Tensor> {
-    let mut kinds: Vec<(DType, Vec<Piece>)> = Vec::new();
-    for tensor in tensors {
-        let mut piece = Piece::new(tensor.elem_count());
-        piece.set(0, tensor)?;
-        push(&mut kinds, tensor.dtype(), piece);
-    }
+    let kinds = pieces_by_dtype(tensors)?;
     let mut all_launches: Vec<(DType, Box<Pieces>, Grid)> = Vec::new();
     for (dtype, pieces) in kinds {
         for launch in launches(&pieces, MOST_PARTS)? {
@@ -210,13 +216,7 @@ pub fn clipping(
 /// # Errors
 /// CUDA's.
 pub fn scale(tensors: &[Tensor], factor: f64) -> Result<()> {
-    let mut kinds: Vec<(DType, Vec<Piece>)> = Vec::new();
-    for tensor in tensors {
-        let mut piece = Piece::new(tensor.elem_count());
-        piece.set(0, tensor)?;
-        push(&mut kinds, tensor.dtype(), piece);
-    }
-    for (dtype, pieces) in kinds {
+    for (dtype, pieces) in pieces_by_dtype(tensors)? {
         let kernel = Kernel(Module::Gradients, "scale", Some(dtype));
         launch(
             tensors[0].device(),
