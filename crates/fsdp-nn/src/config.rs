@@ -28,7 +28,8 @@ pub struct FsdpConfig {
     /// The strategy: what is sharded.
     pub strategy: ShardingStrategy,
     /// The mesh of `HybridShard`, over all ranks of the process group: replicas along the first
-    /// dimension, shards along the second. Other strategies need none.
+    /// dimension, shards along the second. Other strategies ignore it, except that a model with a
+    /// mesh has no local state dicts.
     pub mesh: Option<DeviceMesh>,
     /// `true` (the default) if the optimizer sees the model's own parameters, and not one
     /// FlatParameter per unit.
@@ -81,7 +82,8 @@ pub struct FsdpConfig {
     /// same initial values on all of them. They are in model state dicts, as buffers are. Their
     /// gradients are not reduced;
     /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward) returns
-    /// them. No [`Optimizer`](crate::Optimizer) trains them: see
+    /// them. No [`Optimizer`](crate::Optimizer) trains them, and neither clipping nor a
+    /// [`GradScaler`](crate::GradScaler) knows their gradients: see
     /// [`ShardedParameters::ignored_states`](crate::ShardedParameters::ignored_states).
     pub ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
@@ -144,7 +146,7 @@ pub enum ShardingStrategy {
     /// `SHARD_GRAD_OP`.
     ShardGradOp,
     /// Every rank holds everything, and gradients are all-reduced: torch's `NO_SHARD`. A single
-    /// rank always has this strategy.
+    /// rank always has this strategy, and so has `HybridShard` with one rank for each replica.
     NoShard,
     /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first:
     /// gradients are reduce-scattered among the ranks that share shards, then all-reduced across
@@ -215,7 +217,8 @@ pub struct MixedPrecision {
     /// given. Units inside of it do not convert their outputs.
     pub output: Option<DType>,
     /// `true` (the default) if the input of [`Unit::forward`](candle_nn::Module::forward) is
-    /// converted to the dtype of the parameters. The inputs of closures
+    /// converted to the dtype of the parameters. Only with `param`: without it inputs stay as they
+    /// are, also those that a unit of another dtype has computed. The inputs of closures
     /// ([`Unit::run`](crate::Unit::run), the model's own forward) cannot be converted.
     pub cast_inputs: bool,
 }

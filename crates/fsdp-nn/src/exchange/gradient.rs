@@ -1,5 +1,4 @@
-//! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient; its
-//! norms and scaling.
+//! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient.
 
 use candle_core::Tensor;
 use fsdp_flat::storage::{HostSlice, Scalar, reserved_vec};

@@ -129,7 +129,7 @@ impl Optimizer {
     /// Makes an optimizer of all parameters, in one group.
     ///
     /// # Errors
-    /// Hyperparameters out of range.
+    /// The errors of [`Self::with_groups`], as far as one group of all parameters can have them.
     pub fn new(parameters: &Arc<ShardedParameters>, algorithm: Algorithm) -> Result<Self> {
         let group = ParamGroup::new(algorithm, parameters.fqns());
         Self::with_groups(parameters, vec![group])
@@ -139,7 +139,10 @@ impl Optimizer {
     ///
     /// # Errors
     /// Hyperparameters out of range, unknown or repeated parameters, and, without
-    /// `use_orig_params`, a FlatParameter that is split between groups.
+    /// `use_orig_params`, a FlatParameter that is split between groups. An algorithm that cannot
+    /// update its parameters: [`AlgorithmError`](crate::algorithm::AlgorithmError)'s
+    /// `UnsupportedDType`, `VanishingEps` for `f16` with a small `eps`, `NotAMatrix` for Muon, and
+    /// `FlatParameters` for Adafactor.
     pub fn with_groups(
         parameters: &Arc<ShardedParameters>,
         groups: Vec<ParamGroup>,

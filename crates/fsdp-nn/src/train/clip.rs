@@ -77,8 +77,9 @@ pub struct ClipOptions {
 
 impl ShardedParameters {
     /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients.
-    /// Collectives: one all-reduce of two numbers over the shard group, none where nothing is
-    /// sharded.
+    /// Those of [ignored parameters](crate::FsdpConfig::ignored_states) do not count: they are with
+    /// the caller. Collectives: one all-reduce of two numbers over the shard group, none where
+    /// nothing is sharded.
     ///
     /// # Errors
     /// [`NnError::GradientsNotReduced`] and [`NnError::BackwardNotEnded`]; the all-reduce's. One
@@ -247,7 +248,9 @@ impl ShardedParameters {
 
     /// Scales all gradients so that their total 2-norm over all ranks is at most `max_norm`, and
     /// returns the norm before scaling, the same on every rank. torch's `clip_grad_norm_` with
-    /// `error_if_nonfinite=True`. Collective: one all-gather of three numbers.
+    /// `error_if_nonfinite=True`. Gradients of
+    /// [ignored parameters](crate::FsdpConfig::ignored_states) neither count nor are scaled.
+    /// Collective: one all-gather of three numbers over the model's group.
     ///
     /// # Errors
     /// [`NnError::Options`] for a norm that is negative or NaN, and, on every rank, if ranks pass

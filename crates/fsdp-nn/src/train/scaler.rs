@@ -15,9 +15,10 @@ use crate::exchange::{agree, device};
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 
-/// What ranks tell each other of their gradients. The largest number is the outcome of all.
+// The numbers by which ranks tell each other of their gradients. The largest one counts for all.
 const FINITE: f32 = 0.0;
 const NON_FINITE: f32 = 1.0;
+/// A rank could not unscale its gradients.
 const FAILED: f32 = 2.0;
 
 /// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
@@ -179,9 +180,10 @@ impl GradScaler {
     }
 
     /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are
-    /// finite. Call it before clipping gradients; otherwise [`Self::step`] does it. Collectives:
-    /// one all-reduce of a number over all ranks; if some gradient is not finite, another one of a
-    /// byte for each parameter.
+    /// finite. Call it before clipping gradients; otherwise [`Self::step`] does it. Gradients of
+    /// [ignored parameters](crate::FsdpConfig::ignored_states) are with the caller, who has to
+    /// divide and check them too. Collectives: one all-reduce of a number over all ranks; if some
+    /// gradient is not finite, another one of a byte for each parameter.
     ///
     /// # Errors
     /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`];

@@ -41,7 +41,8 @@ pub(crate) struct UnitSpec {
 /// If parameters are sharded, the exchange's `flat` holds the authoritative values, this rank's
 /// shard, and the parameters' own storages are filled only between gather and reshard. With
 /// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless
-/// the model computes in another dtype: then `flat` is the whole FlatParameter.
+/// the model computes in another dtype or the shards are in the host's memory for a model on a GPU:
+/// then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) is_root: bool,

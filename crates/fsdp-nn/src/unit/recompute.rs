@@ -122,9 +122,10 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 /// of sharded models that `f` uses, and to candle's variables, and are bit for bit those of a call
 /// of `f`.
 ///
-/// `f` must compute the same both times, which only CPUs check: see [`Recomputed`]. Tensors with gradients that depend on earlier parts of the
-/// model should be among `inputs`: if `f` holds one itself, the backward of what it comes from is
-/// computed twice. `f` may recompute parts of its own. No communication but that of `f`.
+/// `f` must compute the same both times, which only CPUs check: see [`Recomputed`]. Tensors with
+/// gradients that depend on earlier parts of the model should be among `inputs`: if `f` holds one
+/// itself, the backward of what it comes from is computed twice. `f` may recompute parts of its
+/// own. No communication but that of `f`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
