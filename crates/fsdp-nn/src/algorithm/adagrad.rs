@@ -95,6 +95,12 @@ impl AdagradOptions {
         [Some(StateEntry::STEP), Some(sum), None, None]
     }
 
+    /// Returns the learning rate of a step, counted from 1: it decays with the steps that were made
+    /// before.
+    pub(crate) fn rate(&self, step: f32) -> f64 {
+        self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay)
+    }
+
     /// Runs one step. The slices must have equal lengths.
     pub(super) fn update<T: Float>(
         &self,
@@ -103,10 +109,8 @@ impl AdagradOptions {
         grads: &[T],
         sums: &mut [T],
     ) {
-        // The rate decays with the steps that were made before this one.
-        let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let transform = GradientTransform::new(self.maximize, self.weight_decay);
-        let descent = scalar::<T>(-rate);
+        let descent = scalar::<T>(-self.rate(step));
         let one = scalar::<T>(1.0);
         let eps = Element::from_scalar(self.eps);
         for ((param, &grad), sum) in params.iter_mut().zip(grads).zip(sums) {

@@ -140,16 +140,23 @@ impl AdamOptions {
         ]
     }
 
+    /// Returns the factor by which weight decay shrinks the parameter, and the L2 penalty that it
+    /// adds to the gradient. Decoupled decay does the former, and leaves the gradient alone.
+    pub(crate) fn split_decay(&self, decoupled: bool) -> (f64, f64) {
+        if decoupled {
+            (1.0 - self.lr * self.weight_decay, 0.0)
+        } else {
+            (1.0, self.weight_decay)
+        }
+    }
+
     /// Returns the factors of one step. With `decoupled` weight decay it is AdamW's.
     pub(super) fn scalars<T: Float>(&self, decoupled: bool, step: f32) -> Scalars<T> {
         let (beta1, beta2) = self.betas;
-        let decay_factor = 1.0 - self.lr * self.weight_decay;
-        // Decoupled decay shrinks the parameter and leaves the gradient alone.
-        let penalty = if decoupled { 0.0 } else { self.weight_decay };
+        let (kept, penalty) = self.split_decay(decoupled);
         Scalars {
             transform: GradientTransform::new(self.maximize, penalty),
-            decay_factor: (decoupled && self.weight_decay != 0.0)
-                .then(|| scalar::<T>(decay_factor)),
+            decay_factor: (kept != 1.0).then(|| scalar::<T>(kept)),
             one_minus_beta1: Weight::new(1.0 - beta1),
             beta2: scalar::<T>(beta2),
             one_minus_beta2: scalar::<T>(1.0 - beta2),

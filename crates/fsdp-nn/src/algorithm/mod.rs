@@ -261,28 +261,20 @@ impl Algorithm {
     /// Returns `true` for a state entry that some algorithm has, but this one has not, whatever its
     /// options are.
     pub(crate) fn is_foreign_entry(&self, name: &str) -> bool {
-        let own_names: &[&str] = match self {
-            Algorithm::Sgd(_) | Algorithm::Muon(_) => &["momentum_buffer"],
-            Algorithm::Adam(_) | Algorithm::AdamW(_) => {
-                &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-            }
-            Algorithm::Adagrad(_) => &["step", "sum"],
-            Algorithm::Adafactor(_) => &["step", "row_var", "col_var", "variance"],
-            Algorithm::ScheduleFreeAdamW(_) => &["step", "z", "exp_avg_sq"],
+        const MOMENTUM: &[&str] = &["momentum_buffer"];
+        const ADAM: &[&str] = &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"];
+        const ADAGRAD: &[&str] = &["step", "sum"];
+        const ADAFACTOR: &[&str] = &["step", "row_var", "col_var", "variance"];
+        const SCHEDULE_FREE: &[&str] = &["step", "z", "exp_avg_sq"];
+        let own_names = match self {
+            Algorithm::Sgd(_) | Algorithm::Muon(_) => MOMENTUM,
+            Algorithm::Adam(_) | Algorithm::AdamW(_) => ADAM,
+            Algorithm::Adagrad(_) => ADAGRAD,
+            Algorithm::Adafactor(_) => ADAFACTOR,
+            Algorithm::ScheduleFreeAdamW(_) => SCHEDULE_FREE,
         };
-        const ALL_NAMES: [&str; 10] = [
-            "step",
-            "momentum_buffer",
-            "exp_avg",
-            "exp_avg_sq",
-            "max_exp_avg_sq",
-            "sum",
-            "row_var",
-            "col_var",
-            "variance",
-            "z",
-        ];
-        ALL_NAMES.contains(&name) && !own_names.contains(&name)
+        let all_names = [MOMENTUM, ADAM, ADAGRAD, ADAFACTOR, SCHEDULE_FREE];
+        all_names.iter().any(|names| names.contains(&name)) && !own_names.contains(&name)
     }
 
     /// Returns the kind of a state entry of a parameter of this shape. Returns `None` for an entry
@@ -315,14 +307,16 @@ impl Algorithm {
     /// elements.
     ///
     /// `step` is the number of this update: what the `step` entry holds once it is incremented,
-    /// which is the caller's task; SGD, which has none, ignores it. `state` holds the entries of
-    /// [`StateKind::LikeParameter`] in the order of [`state_entries`](Algorithm::state_entries).
-    /// `is_first` says that entries with [`Initial::FirstGradient`] do not exist yet: what their
-    /// slices hold is then overwritten unread. No collective runs, and nothing is allocated.
+    /// which is the caller's task; SGD and schedule-free AdamW, which have none, ignore it.
+    ///
+    /// `state` holds the entries of [`StateKind::LikeParameter`] in the order of
+    /// [`state_entries`](Algorithm::state_entries). `is_first` says that entries with
+    /// [`Initial::FirstGradient`] do not exist yet: what their slices hold is then overwritten
+    /// unread. No collective runs, and nothing is allocated.
     ///
     /// # Errors
     /// [`AlgorithmError::Step`], [`AlgorithmError::StateCount`] and [`AlgorithmError::Length`],
-    /// before anything is changed.
+    /// before anything is changed; [`AlgorithmError::NotElementwise`] for Adafactor and Muon.
     ///
     /// ```
     /// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
@@ -428,8 +422,8 @@ impl Algorithm {
         }
     }
 
-    /// Checks the number of a step, from 1: those compute with it that have it in their state, and
-    /// Adagrad.
+    /// Checks the number of a step, from 1, for algorithms that have it in their state: they
+    /// compute with it.
     pub(crate) fn check_step(&self, step: f32) -> Result<(), AlgorithmError> {
         if !self
             .state_entries()

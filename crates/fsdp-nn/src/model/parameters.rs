@@ -175,7 +175,8 @@ impl ShardedParameters {
         self.groups.replicate.as_ref()
     }
 
-    /// Returns the strategy in use. On a single rank it is always `NoShard`.
+    /// Returns the strategy in use. It is `NoShard` on a single rank, and with `HybridShard` where
+    /// each replica has one rank.
     #[must_use]
     pub const fn strategy(&self) -> ShardingStrategy {
         self.strategy
@@ -202,6 +203,15 @@ impl ShardedParameters {
     #[must_use]
     pub const fn aliases(&self) -> &IndexMap<String, String> {
         &self.aliases
+    }
+
+    /// Returns the aliases of each tied parameter, by the parameter's own name.
+    pub(crate) fn aliases_by_fqn(&self) -> IndexMap<&str, Vec<&str>> {
+        let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
+        for (alias, fqn) in &self.aliases {
+            aliases.entry(fqn).or_default().push(alias);
+        }
+        aliases
     }
 
     /// Returns the buffers by name, with `true` for those that are saved. They are whole on every

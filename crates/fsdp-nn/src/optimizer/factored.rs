@@ -228,7 +228,7 @@ fn update_owned(
         }
         let update = Update {
             options,
-            step: next_step(local),
+            step: local.state.as_ref().expect(BEGUN).next_step(),
             local,
             shape: &owned.shape,
         };
@@ -362,16 +362,6 @@ fn root_mean_square(values: &Tensor) -> Result<Tensor> {
     Ok((squares / values.elem_count() as f64)?.sqrt()?)
 }
 
-/// Returns the number of a parameter's next update, counted from 1.
-fn next_step(local: &LocalParam) -> f32 {
-    local
-        .state
-        .as_ref()
-        .and_then(|state| state.step)
-        .unwrap_or(0.0)
-        + 1.0
-}
-
 /// Writes this rank's part of the new values, and replaces the state by the new averages and step.
 /// `values` has the new part of the parameter, and then that of each of its `averages`.
 fn write_parts(
@@ -387,7 +377,7 @@ fn write_parts(
         store(&piece, value)?;
     }
     let mut state = local.state.clone().expect(BEGUN);
-    state.step = Some(next_step(local));
+    state.step = Some(state.next_step());
     let names = average_shapes(&owned.shape).into_iter();
     for (((name, _), average), value) in names.zip(averages).zip(&values[1..]) {
         let is_sharded = average.shape == owned.shape;

@@ -34,6 +34,11 @@ pub(crate) struct ParamState {
 }
 
 impl ParamState {
+    /// Returns the number of the parameter's next update, counted from 1.
+    pub(crate) fn next_step(&self) -> f32 {
+        self.step.unwrap_or(0.0) + 1.0
+    }
+
     /// Returns the state, or `None` if there is nothing in it.
     pub(crate) fn unless_empty(self) -> Option<Self> {
         (self.step.is_some() || !self.entries.is_empty()).then_some(self)

@@ -95,17 +95,12 @@ impl Update<'_> {
                 is_first: self.is_first,
             },
             Algorithm::Adam(options) | Algorithm::AdamW(options) => {
-                // AdamW shrinks the parameter, and Adam adds a penalty to the gradient.
                 let is_decoupled = matches!(self.algorithm, Algorithm::AdamW(_));
-                let (decay, penalty) = if is_decoupled {
-                    (options.weight_decay, 0.0)
-                } else {
-                    (0.0, options.weight_decay)
-                };
+                let (keep, penalty) = options.split_decay(is_decoupled);
                 step::Rule::Adam {
                     maximize: options.maximize,
                     weight_decay: penalty,
-                    keep: 1.0 - options.lr * decay,
+                    keep,
                     betas: options.betas,
                     eps: options.eps,
                     step_size: options.lr / bias_correction(options.betas.0, self.step),
@@ -115,7 +110,7 @@ impl Update<'_> {
             Algorithm::Adagrad(options) => step::Rule::Adagrad {
                 maximize: options.maximize,
                 weight_decay: options.weight_decay,
-                rate: options.lr / (1.0 + (f64::from(self.step) - 1.0) * options.lr_decay),
+                rate: options.rate(self.step),
                 eps: options.eps,
             },
             Algorithm::ScheduleFreeAdamW(options) => step::Rule::ScheduleFree {
@@ -284,13 +279,10 @@ fn adam(
     };
     let (beta1, beta2) = options.betas;
     let step = update.step;
-    // AdamW shrinks the parameter, and Adam adds a penalty to the gradient.
-    let mut penalty = options.weight_decay;
-    if matches!(update.algorithm, Algorithm::AdamW(_)) {
-        penalty = 0.0;
-        if options.weight_decay != 0.0 {
-            param = (param * (1.0 - options.lr * options.weight_decay))?;
-        }
+    let is_decoupled = matches!(update.algorithm, Algorithm::AdamW(_));
+    let (keep, penalty) = options.split_decay(is_decoupled);
+    if keep != 1.0 {
+        param = (param * keep)?;
     }
     let grad = adjust_gradient(grad, &param, options.maximize, penalty)?;
     let m = ((exp_avg * beta1)? + (&grad * (1.0 - beta1))?)?;
@@ -318,7 +310,7 @@ fn adagrad(
     let [sum] = state else {
         unreachable!("Adagrad has one entry of state");
     };
-    let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);
+    let rate = options.rate(step);
     let grad = adjust_gradient(grad, &param, options.maximize, options.weight_decay)?;
     let sum = (sum + grad.sqr()?)?;
     let denominator = (sum.sqrt()? + options.eps)?;

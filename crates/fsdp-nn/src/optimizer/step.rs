@@ -287,7 +287,7 @@ fn step_local<'a, T: Scalar + Float>(
             .entries
             .insert(entry.name.to_owned(), LocalState::Piece(fresh));
     }
-    let step = state.step.unwrap_or(0.0) + 1.0;
+    let step = state.next_step();
     algorithm.check_step(step)?;
     local.handle.begin_change()?;
     let handle = &local.handle;

@@ -8,7 +8,6 @@ use fsdp_state::{
     GatherCall, GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue,
     copy_state_dict, load_state,
 };
-use indexmap::IndexMap;
 
 use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
@@ -91,10 +90,7 @@ fn gather_full_state(
         }
     }
     // The other names get the same value, without another transfer.
-    let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
-    for (alias, fqn) in parameters.aliases() {
-        aliases.entry(fqn).or_default().push(alias);
-    }
+    let aliases = parameters.aliases_by_fqn();
     gather_state(
         "state_dict",
         &state,
@@ -149,8 +145,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
             continue;
         };
         let layout = handle.layout();
-        // With `use_orig_params` the padding for the number of ranks counts as part of the
-        // FlatParameter; without it the tensor is the same for any number of ranks.
+        // With `use_orig_params` torch counts the padding for the number of ranks as part of the
+        // FlatParameter. Here the tensor has no padding, and is the same for any number of ranks.
         let last_param = layout.fqns().len() - 1;
         let end = layout.param_range(last_param).end;
         let range = layout.shard_range(handle.shard_rank());

@@ -212,18 +212,13 @@ impl AveragedModel {
     /// nothing was saved, if something was saved under another of their names. `is_saved` gets keys
     /// of the state dict.
     pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
-        let mut tied_keys: IndexMap<&str, Vec<String>> = IndexMap::new();
-        for (alias, fqn) in self.parameters.aliases() {
-            tied_keys
-                .entry(fqn)
-                .or_insert_with(|| vec![format!("{MODULE_PREFIX}{fqn}")])
-                .push(format!("{MODULE_PREFIX}{alias}"));
-        }
-        for keys in tied_keys.values() {
-            let (saved_keys, other_keys): (Vec<&String>, Vec<&String>) =
-                keys.iter().partition(|key| is_saved(key));
+        for (fqn, aliases) in self.parameters.aliases_by_fqn() {
+            let names = std::iter::once(fqn).chain(aliases);
+            let (saved_keys, other_keys): (Vec<String>, Vec<String>) = names
+                .map(|name| format!("{MODULE_PREFIX}{name}"))
+                .partition(|key| is_saved(key));
             if !saved_keys.is_empty() {
-                other_keys.into_iter().for_each(|key| _ = state.remove(key));
+                other_keys.iter().for_each(|key| _ = state.remove(key));
             }
         }
     }
