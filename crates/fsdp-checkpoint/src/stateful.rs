@@ -258,7 +258,8 @@ pub struct TrainState<M> {
     pub average: Option<AveragedModel>,
     /// Further values by their keys in the checkpoint, such as the number of steps done. A
     /// [`Schedule`](fsdp_nn::Schedule) needs only the step, because the optimizers keep its base
-    /// rate. Plain values must be the same on every rank.
+    /// rate. Plain values must be the same on every rank. Of whole tensors that differ, such as the
+    /// states of random generators, one is saved: give each rank's its own key.
     pub values: StateDict,
 }
 

@@ -144,12 +144,11 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         sources.push(view);
     }
     let Some(adapter_location) = &arguments.lora else {
-        if sources.len() < 2 {
-            bail!(usage_error(
-                "one checkpoint is nothing to merge",
-                "give several `--from`, or an adapter with `--lora`; `fsdp convert` writes another \
-                 format",
-            ));
+        if sources.len() == 1 {
+            // Whoever has forgotten the adapter would take the base for the result.
+            output::print_message(
+                "there is one checkpoint and no `--lora`, so the result is a copy of it",
+            );
         }
         let average = Average::new(sources, &arguments.weight)?;
         if let Some(model_directory) = destination.model_directory {

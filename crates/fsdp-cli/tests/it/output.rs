@@ -83,21 +83,15 @@ fn variables_that_are_empty_count_as_unset_and_wrong_ones_are_named() {
 }
 
 #[test]
-fn one_checkpoint_is_nothing_to_merge() {
+fn a_merge_of_one_checkpoint_says_that_it_is_a_copy() {
     let directory = tempfile::tempdir().unwrap();
+    let source = fixture("fsdp2_adamw_ws2/dcp");
     let to = place(&directory, "merged");
-    fsdp(&[
-        "merge",
-        "--from",
-        &fixture("fsdp2_adamw_ws2/dcp"),
-        &to,
-        "--to",
-        "hf",
-    ])
-    .assert()
-    .code(i32::from(exit_codes::USAGE))
-    .stderr(contains("or an adapter with `--lora`"));
-    assert!(!Path::new(&to).exists());
+    fsdp(&["merge", "--from", &source, &to, "--to", "dcp"])
+        .assert()
+        .success()
+        .stderr(contains("no `--lora`, so the result is a copy of it"));
+    fsdp(&["diff", &source, &to]).assert().success();
 }
 
 #[test]

@@ -229,27 +229,30 @@ pub(crate) fn describe_model(
             .map(|(alias, fqn)| format!("`{alias}` tied to `{fqn}`")),
     );
     lines.extend(registry.buffers.iter().map(|(name, (value, persistent))| {
-        let saved = if *persistent { "saved" } else { "not saved" };
+        let kept = if *persistent {
+            format!("saved{}", describe_values(name, value))
+        } else {
+            "not saved".to_owned()
+        };
         format!(
-            "the buffer `{name}`, {saved}, {} {:?}{}",
+            "the buffer `{name}`, {kept}, {} {:?}",
             value.dtype().as_str(),
-            value.dims(),
-            describe_values(name, value)
+            value.dims()
         )
     }));
     lines
 }
 
-/// Returns the end of a line about a buffer, which tells its values apart from others: empty for
-/// running statistics, which are those of each rank's own batches, and for values that the host
-/// cannot read without waiting.
+/// Returns words that tell the values of a buffer apart from others, of which a checkpoint has
+/// those of one rank. They are empty for running statistics, which are those of each rank's own
+/// batches, and for values that the host cannot read without waiting.
 fn describe_values(name: &str, value: &Tensor) -> String {
     if is_running_statistic(name) || !value.device().is_cpu() {
         return String::new();
     }
     hash_elements(value).map_or_else(
         |_| String::new(),
-        |hash| format!(", with values of hash {hash:016x}"),
+        |hash| format!(" with values of hash {hash:016x}"),
     )
 }
 

@@ -128,9 +128,9 @@ impl Scope {
 
     /// Registers a buffer, a tensor that is whole on every rank and not trained, and returns it:
     /// torch's `register_buffer`. A persistent buffer is part of the model state dict. All ranks
-    /// must pass the same values: others in the host's memory make
-    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fail, those on GPUs
-    /// are not compared. No communication.
+    /// must pass the same values. If those of a persistent buffer in the host's memory differ,
+    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fails; others are
+    /// not compared, because tables that machines compute may differ in a bit. No communication.
     ///
     /// Batch norm's running statistics, which candle requests as `running_mean` and `running_var`,
     /// are persistent buffers automatically. Each rank keeps the statistics of its own batches.

@@ -473,7 +473,7 @@ fn messages_have_candles_error_and_not_its_backtrace() {
 fn ranks_whose_buffers_have_different_values_are_told_so() {
     let buffer = |scope: &Scope, name: &str, value: f32| {
         let value = Tensor::full(value, 3, &Device::Cpu)?;
-        scope.buffer(name, value, false);
+        scope.buffer(name, value, true);
         candle_core::Result::Ok(())
     };
     for error in errors(3, |scope, rank| {
@@ -486,11 +486,12 @@ fn ranks_whose_buffers_have_different_values_are_told_so() {
             "{error}"
         );
     }
-    // Running statistics are each rank's own.
+    // Running statistics are each rank's own, and nobody else sees what is not saved.
     run_local(2, |group| {
         let value = group.rank() as f32;
         new(&group, FsdpConfig::default(), |scope| {
             get(scope, "same")?;
+            scope.buffer("scratch", Tensor::full(value, 3, &Device::Cpu)?, false);
             buffer(scope, "norm.running_mean", value)
         })
         .unwrap();
