@@ -222,9 +222,9 @@ impl Checkpointer {
     }
 
     /// Chooses the branch of the run that the checkpoint of `step` is on, if that is not known yet:
-    /// if the run has a newer checkpoint than the one that it continues from, it is a new branch. So
-    /// it is if this checkpointer has saved a later step itself. No communication: rank 0 records
-    /// it, and the other ranks need not know it.
+    /// if the run has a newer checkpoint than the one that it continues from, it is a new branch.
+    /// So it is if this checkpointer has saved a later step itself. No communication: rank 0
+    /// records it, and the other ranks need not know it.
     ///
     /// # Errors
     /// A directory that cannot be read; [`CheckpointError::BranchWithoutDigests`].

@@ -77,8 +77,8 @@ fn append_items(open: &str, items: &[PlainValue], close: &str, text: &mut String
     text.push_str(close);
 }
 
-/// Returns the decimal digits of an integer in little-endian two's complement of any length. The time
-/// is quadratic in it.
+/// Returns the decimal digits of an integer in little-endian two's complement of any length. The
+/// time is quadratic in it.
 pub fn decimal_text(bytes: &[u8]) -> String {
     let is_negative = bytes.last().is_some_and(|last_byte| last_byte & 0x80 != 0);
     let mut magnitude = bytes.to_vec();

@@ -247,7 +247,8 @@ fn check_depth(path: &KeyPath) -> Result<(), StateError> {
 }
 
 /// Checks that no path is too deep, and that lists which are made of these paths have about as many
-/// elements as there are paths. Otherwise a few paths of a checkpoint could ask for many long lists of nothing.
+/// elements as there are paths. Otherwise a few paths of a checkpoint could ask for many long lists
+/// of nothing.
 pub(crate) fn check_gaps<'p>(
     paths: impl Iterator<Item = &'p KeyPath> + Clone,
 ) -> Result<(), StateError> {

@@ -84,8 +84,8 @@ struct Bar {
 impl Reporter {
     /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of
     /// metrics and events. Removes the metrics of steps from `start_step` on, because these steps
-    /// are about to be done, maybe for a second time. A new run removes all of both: they are of one that ended before its first
-    /// checkpoint.
+    /// are about to be done, maybe for a second time. A new run removes all of both: they are of
+    /// one that ended before its first checkpoint.
     ///
     /// # Errors
     /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or

@@ -140,8 +140,7 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 ///
 /// # Errors
 /// The errors of `f`, and an output that holds no floats. In the backward, those of `f` again;
-/// [`NnError::ChangedSinceForward`](crate::NnError::ChangedSinceForward); an `f` that computes
-/// something else the second time.
+/// [`NnError::ChangedSinceForward`]; an `f` that computes something else the second time.
 pub fn recompute(
     inputs: &[&Tensor],
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,

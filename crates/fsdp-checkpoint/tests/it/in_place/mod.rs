@@ -5,6 +5,7 @@
     reason = "the tests damage files on purpose"
 )]
 
+mod crafted_paths;
 mod digests;
 mod fresh_optimizer;
 mod load;
