@@ -291,7 +291,7 @@ fn report_lines(level: LevelName, report: &Report, unknown_files: &[String]) -> 
         "damaged"
     };
     let hashes = match report.has_integrity {
-        true if level < LevelName::Hashes => "hashes not checked",
+        true if level < LevelName::Hashes => "hashes not all checked",
         true => "hashes",
         false => "no hashes",
     };

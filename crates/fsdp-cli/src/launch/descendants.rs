@@ -1,7 +1,7 @@
 //! The processes that ranks have started, in whatever process group they are, and those that a rank
 //! has left behind.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
@@ -131,31 +131,35 @@ impl Processes {
         processes.any(|process| process.id == id && process.has_ended)
     }
 
-    /// Sends a signal to all processes of the attempt: to whole groups, so that it also reaches
-    /// what a process is just starting, but never to a group in which others run too. Returns
-    /// `false` if there are none.
-    pub(super) fn send_signal(&self, signal: Signal) -> bool {
+    /// Sends a signal once to each of these groups, which are those of the ranks' own processes,
+    /// and to all other processes of the attempt: to whole groups, so that it also reaches what a
+    /// process is just starting, but never to a group in which others run too. Returns `false` if
+    /// no process of the attempt runs.
+    pub(super) fn send_signal(
+        &self,
+        rank_groups: impl Iterator<Item = Pid>,
+        signal: Signal,
+    ) -> bool {
+        let mut groups: HashSet<Pid> = rank_groups.collect();
         let shared_groups: HashSet<Option<Pid>> = self
             .running()
             .filter(|process| process.rank.is_none())
             .map(|process| process.group)
             .collect();
-        let mut own_groups = BTreeSet::new();
-        let mut has_sent = false;
+        let mut has_processes = false;
         for process in self.running().filter(|process| process.rank.is_some()) {
-            has_sent = true;
+            has_processes = true;
             match process.group {
-                Some(group) if !shared_groups.contains(&Some(group)) => {
-                    own_groups.insert(group.as_raw_nonzero());
-                }
+                Some(group) if groups.contains(&group) => {}
+                Some(group) if !shared_groups.contains(&Some(group)) => drop(groups.insert(group)),
                 // It may have ended by now.
                 _ => drop(kill_process(process.id, signal)),
             }
         }
-        for group in own_groups {
-            kill_process_group(Pid::from_raw(group.get()).expect("it is not 0"), signal).ok();
+        for group in groups {
+            kill_process_group(group, signal).ok();
         }
-        has_sent
+        has_processes
     }
 
     /// Returns the processes that have not ended.

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::{Context as _, Result};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal};
 use signal_hook::iterator::Signals;
 
 use super::descendants::{MARK, Mark, Processes};
@@ -137,15 +137,14 @@ pub(crate) fn run() {
             _ => break,
         }
     }
-    for group in groups.into_iter().filter_map(Pid::from_raw) {
-        // This fails if the processes of the group have ended by themselves.
-        kill_process_group(group, Signal::KILL).ok();
-    }
-    for _ in 0..SWEEPS {
-        let Some(processes) = &mut marked else { break };
-        processes.refresh();
-        if !processes.send_signal(Signal::KILL) {
-            break;
+    let groups: Vec<Pid> = groups.into_iter().filter_map(Pid::from_raw).collect();
+    if let Some(mut processes) = marked {
+        for _ in 0..SWEEPS {
+            processes.refresh();
+            // Groups of which all processes have ended by themselves are no groups any more.
+            if !processes.send_signal(groups.iter().copied(), Signal::KILL) {
+                break;
+            }
         }
     }
     if let Some(directory) = directory {

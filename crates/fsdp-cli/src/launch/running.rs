@@ -336,12 +336,10 @@ impl<'e> RunningProcesses<'e> {
         // Listed first: a process that dies of the signal may be the only one in its group that is
         // known to be a rank's.
         self.processes.refresh();
-        // The system does not reuse the id of a child before its status has been read, so this
-        // cannot reach another group. It is all that can be done where processes cannot be listed.
-        for child in self.children.values() {
-            kill_process_group(Pid::from_child(child), signal).ok();
-        }
-        self.processes.send_signal(signal);
+        // Where processes cannot be listed, the groups of the ranks are all that is known. The
+        // system does not reuse the id of a child before its status has been read.
+        let rank_groups = self.children.values().map(Pid::from_child);
+        self.processes.send_signal(rank_groups, signal);
     }
 }
 

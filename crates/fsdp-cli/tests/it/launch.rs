@@ -522,7 +522,7 @@ fn signals_of_the_users_own_choice_are_passed_on_and_end_nothing() {
     let dir = TempDir::new().unwrap();
     let dirs = dir.path().display();
     let then = format!(
-        "trap ': > {dirs}/heard-$RANK' USR1; trap 'exit 9' USR2; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
+        "trap 'echo x >> {dirs}/heard-$RANK' USR1; trap 'exit 9' USR2; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
     );
     let (launch, _) = start(dir.path(), 2, &then);
     for (file, signal) in [("ready", Signal::USR1), ("heard", Signal::USR2)] {
@@ -530,6 +530,11 @@ fn signals_of_the_users_own_choice_are_passed_on_and_end_nothing() {
         kill_process(Pid::from_child(&launch), signal).unwrap();
     }
     assert_eq!(code_of(launch), Some(9));
+    // Once each.
+    for rank in 0..2 {
+        let heard = fs::read_to_string(dir.path().join(format!("heard-{rank}"))).unwrap();
+        assert_eq!(heard, "x\n");
+    }
 }
 
 #[test]

@@ -512,20 +512,16 @@ impl InboxState {
     /// Returns `true` if one of the `missing` ranks has left a short time ago, and no rank of the
     /// group is lost. A neighbour that has said goodbye had told this rank all of its news before.
     fn awaits_news_of(&self, group: u64, missing: &[usize], now: Instant) -> bool {
-        let Some(first_lost) = self.first_lost(group, missing) else {
+        let Some(rank) = self.first_lost(group, missing) else {
             return false;
         };
-        let peer = &self.peers[first_lost];
-        let has_told = peer.said_goodbye
-            && self
-                .groups
-                .get(&group)
-                .is_some_and(|group| group.neighbours().contains(&first_lost));
-        let has_just_left = peer
-            .departure
-            .as_ref()
-            .is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT);
-        has_just_left && !has_told && !self.lost.contains(&first_lost)
+        let peer = &self.peers[rank];
+        let is_neighbour = |state: &GroupState| state.neighbours().contains(&rank);
+        let has_told = peer.said_goodbye && self.groups.get(&group).is_some_and(is_neighbour);
+        let departure = peer.departure.as_ref();
+        !has_told
+            && !self.lost.contains(&rank)
+            && departure.is_some_and(|departure| now < departure.noticed + NEWS_TIMEOUT)
     }
 
     /// Returns the error that has ended the group, for a round which cannot end because of it.

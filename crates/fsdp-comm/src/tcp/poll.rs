@@ -35,22 +35,14 @@ pub(super) struct Poll {
     pub(super) is_in_progress: bool,
     /// `true` if a later round is over on this rank.
     pub(super) is_outdated: bool,
-    /// The ballots that this rank has spread; `None` while nobody has waited for long.
-    pub(super) spread: Option<Spread>,
+    /// By rank of the group, `true` if this one has spread its ballot. `None` while nobody has
+    /// waited for long. It may be shorter than the group.
+    pub(super) spread: Option<Vec<bool>>,
     /// The time at which this rank, if it has waited for long, connects to the ranks whose ballots
     /// are missing.
     pub(super) connects_at: Option<Instant>,
     /// `true` once it has connected to them.
     pub(super) has_connected: bool,
-}
-
-/// The ballots that a rank has spread.
-#[derive(Debug, Default)]
-pub(super) struct Spread {
-    /// By rank of the group. It may be shorter than the group.
-    is_spread: Vec<bool>,
-    /// The number of those that are spread.
-    count: usize,
 }
 
 /// A message of a vote: a merged ballot, and attachments.
@@ -212,22 +204,16 @@ impl Poll {
     /// spread.
     pub(super) fn ballots_to_spread(&mut self, schedule: Schedule) -> Vec<Bytes> {
         self.settle(schedule);
-        let Some(spread) = &mut self.spread else {
+        let Some(is_spread) = &mut self.spread else {
             return Vec::new();
         };
-        // This is called after every message, and few of them bring anything new.
-        if spread.count == self.known_ranks {
-            return Vec::new();
+        is_spread.resize(self.attachments.len(), false);
+        let mut news = Vec::new();
+        for (rank, is_spread) in is_spread.iter_mut().enumerate() {
+            if self.attachments[rank].is_some() && !mem::replace(is_spread, true) {
+                news.push(rank);
+            }
         }
-        spread.is_spread.resize(self.attachments.len(), false);
-        let places = self.attachments.iter().zip(&mut spread.is_spread);
-        let news: Vec<usize> = places
-            .enumerate()
-            .filter_map(|(rank, (attachment, is_spread))| {
-                (attachment.is_some() && !mem::replace(is_spread, true)).then_some(rank)
-            })
-            .collect();
-        spread.count += news.len();
         self.messages(news.into_iter(), true)
     }
 
@@ -412,7 +398,7 @@ mod tests {
         let mut poll = Poll::default();
         deliver(&mut poll, &messages_of(schedule, 5, 2, attachment));
         assert!(poll.ballots_to_spread(schedule).is_empty());
-        poll.spread = Some(Spread::default());
+        poll.spread = Some(Vec::new());
         let spread = |poll: &mut Poll| -> Vec<(usize, Bytes)> {
             let messages = poll.ballots_to_spread(schedule).into_iter();
             messages
