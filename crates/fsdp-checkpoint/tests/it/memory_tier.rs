@@ -10,7 +10,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, StepCheckpoint};
+use fsdp_checkpoint::{
+    CheckpointError, Checkpointer, CheckpointerOptions, SaveOptions, StepCheckpoint, save,
+};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_formats::checkpoint::Checkpoint as _;
@@ -739,6 +741,36 @@ fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
             saved.lineage().unwrap().parent.map(|parent| parent.step),
             Some(10)
         );
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_checkpoint_of_another_run_in_the_tiers_directory_is_no_step_of_this_one() {
+    let dir = TempDir::new().unwrap();
+    run_local(2, |group| {
+        let options = CheckpointerOptions {
+            memory_tier: Some(dir.path().join("tier").into()),
+            ..CheckpointerOptions::default()
+        };
+        let mut checkpointer = Checkpointer::new(dir.path().join("run"), &group, options).unwrap();
+        checkpointer.save(5, &state(&group, 5)).unwrap();
+        checkpointer.save_to_memory(6, &state(&group, 6)).unwrap();
+        // Staged there because it is fast.
+        let staged = dir.path().join("tier/pretrained/step-00000500");
+        save(
+            &*staged,
+            &state(&group, 500),
+            &group,
+            &SaveOptions::default(),
+        )
+        .unwrap();
+        checkpointer.load(&*staged, &mut state(&group, 0)).unwrap();
+        checkpointer.save(10, &state(&group, 10)).unwrap();
+        let path = dir.path().join("run/step-00000010");
+        let saved = fsdp_formats::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
+        let parent = saved.lineage().unwrap().parent;
+        assert_ne!(parent.map(|parent| parent.step), Some(5));
     })
     .unwrap();
 }
