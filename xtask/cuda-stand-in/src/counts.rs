@@ -165,8 +165,10 @@ extern "C" fn write() {
         .chain([(&"most_bytes", &MOST_BYTES)])
         .map(|(name, count)| format!("\"{name}\":{}", count.load(Ordering::Relaxed)))
         .collect();
+    // By one call, so that lines of two processes cannot mix.
+    let line = format!("{{{}}}\n", fields.join(","));
     let file = OpenOptions::new().create(true).append(true).open(path);
-    let written = file.and_then(|mut file| writeln!(file, "{{{}}}", fields.join(",")));
+    let written = file.and_then(|mut file| file.write_all(line.as_bytes()));
     if let Err(error) = written {
         say(&format!("the counts cannot be written: {error}"));
     }

@@ -416,25 +416,6 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
     }
 }
 
-/// A resumed run could not find it.
-#[test]
-#[cfg(unix)]
-fn a_text_whose_name_is_not_utf_8_is_refused() {
-    use std::ffi::OsStr;
-    use std::os::unix::ffi::OsStrExt as _;
-
-    let dir = TempDir::new().unwrap();
-    let text = dir.path().join(OsStr::from_bytes(b"te\xffxt.txt"));
-    fs::write(&text, "a text of a few words, over and over. ".repeat(99)).unwrap();
-    let out = dir.path().join("out");
-    train(&out, &["--steps", "1", "--data"])
-        .arg(&text)
-        .assert()
-        .code(i32::from(exit_codes::USAGE))
-        .stderr(contains("is not UTF-8"));
-    assert!(!out.exists());
-}
-
 #[test]
 fn a_run_does_not_go_on_with_another_text_unless_it_is_named() {
     let dir = TempDir::new().unwrap();

@@ -1,6 +1,8 @@
 //! Options of `fsdp train` that change how a step is computed: batches, precision, recomputation,
 //! algorithms.
 
+#![expect(clippy::disallowed_methods, reason = "a test writes a text of its own")]
+
 use std::fs;
 
 use fsdp_cli::exit_codes;
@@ -304,4 +306,23 @@ fn muon_and_schedule_free_runs_go_on_at_other_numbers_of_ranks() {
             "{optimizer}: {expected:?}"
         );
     }
+}
+
+/// A resumed run could not find it.
+#[test]
+#[cfg(unix)]
+fn a_text_whose_name_is_not_utf_8_is_refused() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let dir = TempDir::new().unwrap();
+    let text = dir.path().join(OsStr::from_bytes(b"te\xffxt.txt"));
+    fs::write(&text, "a text of a few words, over and over. ".repeat(99)).unwrap();
+    let out = dir.path().join("out");
+    train(&out, &["--steps", "1", "--data"])
+        .arg(&text)
+        .assert()
+        .code(i32::from(exit_codes::USAGE))
+        .stderr(contains("is not UTF-8"));
+    assert!(!out.exists());
 }
