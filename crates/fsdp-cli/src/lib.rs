@@ -209,7 +209,8 @@ fn variable_of(name: &str) -> String {
 /// Sets this process up for a command, and runs it.
 fn prepare_and_execute(command: Command) -> anyhow::Result<()> {
     stop::survive_file_size_limit()?;
-    // What only reads ends at a signal, also as the first process of a container.
+    // The system drops signals without a handler to the first process of a container, so a command
+    // that only reads gets one there, which ends it.
     if std::process::id() == 1 && command.only_reads() {
         stop::StopRequest::new().listen()?;
     }

@@ -245,7 +245,7 @@ fn report_json(
         "unknown_files": unknown_files,
         "stale_digests": report.stale_digests,
         "signed": signed.map(sign::signed_json),
-        // What was checked: it may come from a variable.
+        // The level of this check, which the variable FSDP_LEVEL may have set.
         "level": arguments.level.name(),
     })
 }

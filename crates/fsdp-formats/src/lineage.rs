@@ -187,7 +187,7 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         }
         links.push((found.step, link));
     }
-    // Those of other programs, and damaged ones, have no lineage, but a step in their names.
+    // Checkpoints of other programs and damaged ones have no lineage. The step in the name counts.
     links.sort_by_cached_key(|(step_in_name, link)| {
         let recorded_step = link.lineage.as_ref().map(|lineage| lineage.step);
         (recorded_step.unwrap_or(*step_in_name), link.name.clone())

@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_of_too_many_parts_are_refused_before_anything_is_made_or_counted() {
+    fn paths_that_nest_too_deep_are_refused_and_leave_the_dict_empty() {
         for part in [key("p"), PathPart::Index(0)] {
             let mut parts = vec![key("a")];
             parts.resize(MAX_DEPTH - 1, part.clone());

@@ -82,7 +82,7 @@ fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
         .assert()
         .code(i32::from(exit_codes::USAGE))
         .stderr(contains("give it with `--heads`"));
-    // Those steps are done: whoever wants as many more must say so.
+    // `--steps` counts the steps of the checkpoint too, so there is nothing left to train.
     train(&at("done"), &["--steps", "10", "--init-from"])
         .arg(path("resharded"))
         .assert()

@@ -436,15 +436,21 @@ pub(crate) fn code_of(mut launch: std::process::Child) -> Option<i32> {
     }
 }
 
+/// Returns the text of a program in a shell that tells that it is ready, and needs a while to save
+/// when it is asked to end. Its pauses are short, because a signal can miss a process that has just
+/// been started.
+fn slow_to_save(dir: &Path) -> String {
+    let dirs = dir.display();
+    format!(
+        "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
+    )
+}
+
 #[test]
 fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
     let dir = TempDir::new().unwrap();
-    let dirs = dir.path().display();
-    // The shell has no trap. What it has started needs a while to save. Its pauses are short,
-    // because a signal can miss a process that has just been started.
-    let program = format!(
-        "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
-    );
+    // The shell has no trap.
+    let program = slow_to_save(dir.path());
     let (launch, pids) = start(dir.path(), 2, &format!("sh -c \"{program}\"; exit 1"));
     for rank in 0..2 {
         wait_for(&dir.path().join(format!("ready-{rank}")));
@@ -461,10 +467,7 @@ fn a_program_in_a_shell_has_its_grace_although_the_shell_dies_at_once() {
 #[cfg(target_os = "linux")]
 fn what_a_rank_has_started_in_a_group_of_its_own_has_its_grace_too() {
     let dir = TempDir::new().unwrap();
-    let dirs = dir.path().display();
-    let program = format!(
-        "trap 'sleep 1; : > {dirs}/saved-$RANK; exit 18' TERM; : > {dirs}/ready-$RANK; while :; do sleep 0.05; done"
-    );
+    let program = slow_to_save(dir.path());
     // `timeout` makes a group of its own for itself and its program.
     let (launch, pids) = start(
         dir.path(),

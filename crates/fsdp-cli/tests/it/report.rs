@@ -8,6 +8,7 @@
 use std::fs;
 use std::path::Path;
 
+use fsdp_cli::exit_codes;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -150,4 +151,39 @@ fn the_options_of_train_come_in_groups() {
     })
     .collect();
     assert!(at.is_sorted(), "{at:?}");
+}
+
+#[test]
+fn a_damaged_checkpoint_stands_where_its_step_belongs() {
+    let run = tempfile::tempdir().unwrap();
+    let out = run.path().to_str().unwrap();
+    fsdp(&["train", "--out", out, "--steps", "6", "--save-every", "2"])
+        .args(["--sample", "0"])
+        .args(TINY)
+        .assert()
+        .success();
+    fs::write(run.path().join("step-00000006/.metadata"), "nonsense").unwrap();
+    let log = fsdp(&["log", out, "--json"])
+        .assert()
+        .code(i32::from(exit_codes::CORRUPT))
+        .get_output()
+        .stdout
+        .clone();
+    let log: Value = serde_json::from_slice(&log).unwrap();
+    let names: Vec<&str> = log["checkpoints"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|checkpoint| checkpoint["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["step-00000006", "step-00000004", "step-00000002"]);
+    let page = run.path().join("report.html");
+    fsdp(&["report", out, "--html", page.to_str().unwrap()])
+        .assert()
+        .success();
+    let page = fs::read_to_string(page).unwrap();
+    assert!(
+        page.contains("<span class=\"bad\">cannot be opened"),
+        "{page}"
+    );
 }

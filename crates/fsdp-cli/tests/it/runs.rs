@@ -387,59 +387,6 @@ fn log_takes_damaged_metadata_for_damage_and_a_save_that_was_cut_off_for_none() 
 }
 
 #[test]
-fn a_damaged_checkpoint_stands_where_its_step_belongs() {
-    let run = tempfile::tempdir().unwrap();
-    let out = run.path().to_str().unwrap();
-    fsdp(&[
-        "train",
-        "--out",
-        out,
-        "--steps",
-        "6",
-        "--save-every",
-        "2",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--hidden",
-        "16",
-        "--seq",
-        "16",
-        "--batch",
-        "4",
-        "--sample",
-        "0",
-    ])
-    .assert()
-    .success();
-    fs::write(run.path().join("step-00000006/.metadata"), "nonsense").unwrap();
-    let log = fsdp(&["log", out, "--json"])
-        .assert()
-        .code(10)
-        .get_output()
-        .stdout
-        .clone();
-    let log: serde_json::Value = serde_json::from_slice(&log).unwrap();
-    let names: Vec<&str> = log["checkpoints"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|checkpoint| checkpoint["name"].as_str().unwrap())
-        .collect();
-    assert_eq!(names, ["step-00000006", "step-00000004", "step-00000002"]);
-    let page = run.path().join("report.html");
-    fsdp(&["report", out, "--html", page.to_str().unwrap()])
-        .assert()
-        .success();
-    let page = fs::read_to_string(page).unwrap();
-    assert!(
-        page.contains("<span class=\"bad\">cannot be opened"),
-        "{page}"
-    );
-}
-
-#[test]
 fn prune_does_not_compare_steps_with_epochs() {
     let run = run_with(&[100]);
     let epoch = run.path().join("epoch-3");

@@ -220,9 +220,10 @@ impl Metadata {
         }))
     }
 
-    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they
-    /// overlap, the first one counts: a chunk or value that several hold is taken once, and its
-    /// other copies are noted as [`Metadata::replicas`].
+    /// Returns the metadata of a checkpoint from those of its parts, such as the ones that each
+    /// rank has written (`__{rank}.metadata`). Where they overlap, the first one counts: a chunk or
+    /// value that several hold is taken once, and its other copies are noted as
+    /// [`Metadata::replicas`].
     ///
     /// # Errors
     /// The reason: a tensor that has another dtype or shape in another part.

@@ -154,7 +154,8 @@ pub(crate) fn move_towards(value: &Tensor, end: &Tensor, weight: f64) -> Result<
 fn move_on_device(value: &Tensor, end: &Tensor, weight: f64) -> Result<()> {
     let (start, end) = (widen(value)?, widen(end)?);
     let distance = (&end - &start)?;
-    // As on the host: from the nearer of the two ends, so that the result is exact at both.
+    // The host's `lerp` begins at the nearer end too, so weights of 0 and 1 give exactly the start
+    // and the end.
     let moved = if weight.abs() < 0.5 {
         combine(&start, 1.0, &distance, weight)?
     } else {

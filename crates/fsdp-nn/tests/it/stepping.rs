@@ -391,7 +391,7 @@ fn an_error_of_one_rank_is_one_of_all_in_a_step_that_communicates() {
 
 /// A rank that finds in its checks that it cannot step must not leave the others waiting.
 #[test]
-fn an_error_before_a_step_that_communicates_is_one_of_all_ranks_too() {
+fn an_error_in_the_checks_before_a_step_of_whole_matrices_is_an_error_on_every_rank() {
     for whole in [
         Algorithm::Muon(MuonOptions::default()),
         Algorithm::Adafactor(AdafactorOptions::default()),
@@ -427,7 +427,7 @@ fn an_error_before_a_step_that_communicates_is_one_of_all_ranks_too() {
 }
 
 #[test]
-fn a_step_of_muon_that_another_rank_could_not_make_can_be_made_again() {
+fn a_muon_step_that_failed_on_another_rank_can_be_made_again_with_the_same_result() {
     run_local(2, |group| {
         let groups = || {
             vec![
@@ -480,6 +480,15 @@ fn a_step_of_muon_that_another_rank_could_not_make_can_be_made_again() {
     .unwrap();
 }
 
+/// Leaves gradients on this rank that the next backward would reduce.
+fn backward_without_reduction(model: &FullyShardedDataParallel<Linear>) {
+    let unreduced = model.no_sync(|model| {
+        backward(model);
+        Ok::<(), NnError>(())
+    });
+    unreduced.unwrap();
+}
+
 /// An epoch whose last micro-batches do not make a whole window, say.
 #[test]
 fn gradients_that_no_backward_has_reduced_are_an_error_at_the_end_of_a_step() {
@@ -497,11 +506,7 @@ fn gradients_that_no_backward_has_reduced_are_an_error_at_the_end_of_a_step() {
                 let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
                 let before = weights(&model);
                 if ways == 0 {
-                    let unreduced = model.no_sync(|model| {
-                        backward(model);
-                        Ok::<(), NnError>(())
-                    });
-                    unreduced.unwrap();
+                    backward_without_reduction(&model);
                 } else if strategy == ShardingStrategy::NoShard {
                     model.set_requires_all_reduce(false);
                     backward(&model);
@@ -549,11 +554,7 @@ fn gradients_that_one_rank_has_not_reduced_are_an_error_of_all_where_ranks_commu
         let mut optimizers = [Optimizer::new(parameters, adamw()).unwrap()];
         let mut scaler = GradScaler::new(GradScalerOptions::default()).unwrap();
         if group.rank() == 1 {
-            let unreduced = model.no_sync(|model| {
-                backward(model);
-                Ok::<(), NnError>(())
-            });
-            unreduced.unwrap();
+            backward_without_reduction(&model);
         }
         for refused in [
             parameters.clip_grad_norm(1.0).map(drop),

@@ -79,7 +79,7 @@ fn ballot_of(rank: usize, round: u64) -> Ballot {
 
 /// Returns the ballots of all ranks in a round.
 fn ballots_of(ranks: usize, round: u64) -> impl Iterator<Item = Ballot> {
-    // What they agree on is hashed once for all.
+    // The hash of the call is the same for all ranks, so it is computed once.
     let ballot = Ballot::new(&round);
     (0..ranks).map(move |rank| failing_or(ballot, rank, round))
 }

@@ -798,7 +798,7 @@ fn parts_of_a_model_and_other_names() {
 }
 
 #[test]
-fn views_of_an_optimizers_state_are_lent_only_after_its_readers_have_ended() {
+fn shared_views_of_optimizer_state_are_returned_only_when_no_save_reads_it_any_more() {
     run_local(1, |group| {
         let model = sharded(&group, 1);
         let parameters = model.parameters();
