@@ -7,7 +7,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
 use rustix::process::{
-    Pid, Signal, WaitOptions, getpid, getsid, kill_process, kill_process_group, waitpid,
+    Pid, Signal, WaitOptions, getpid, kill_process, kill_process_group, waitpid,
 };
 
 /// Makes this process the parent of the processes that ranks leave behind, where the system can do
@@ -59,7 +59,7 @@ impl Mark {
 
 /// The processes of this machine, and which of them belong to an attempt. A process that has left
 /// the session of the launcher, as a daemon does, belongs to nobody. The list is empty where the
-/// system has no `/proc`.
+/// system has no `/proc`, or that of another container.
 pub(super) struct Processes {
     mark: Mark,
     list: Vec<Process>,
@@ -71,7 +71,8 @@ struct Process {
     id: Pid,
     /// `None` for the first process of the system.
     parent: Option<Pid>,
-    /// `None` for a process of the kernel, and for one that is about to end.
+    /// `None` for a process of the kernel, for one that is about to end, and for a group or session
+    /// that has been made outside of this container.
     group: Option<Pid>,
     session: Option<Pid>,
     /// `true` if the process has ended, and its parent has not read its status yet.
@@ -91,13 +92,18 @@ impl Processes {
 
     /// Lists all processes that there are now.
     pub(super) fn refresh(&mut self) {
-        let own_session = getsid(None).ok();
         let known_ranks: HashMap<Pid, usize> = self
             .list
             .iter()
             .filter_map(|process| Some((process.id, process.rank?)))
             .collect();
         self.list.clear();
+        let own_stat = fs::read_to_string("/proc/self/stat").ok();
+        let own_process = own_stat.and_then(|stat| Process::parse(&stat));
+        // The numbers that the list of another container has are those of other processes here.
+        let Some(own_process) = own_process.filter(|process| process.id == getpid()) else {
+            return;
+        };
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
             // Not all entries are processes, and a process may end meanwhile.
             let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else {
@@ -109,7 +115,7 @@ impl Processes {
             if process.has_ended {
                 // It has no variables any more.
                 process.rank = known_ranks.get(&process.id).copied();
-            } else if process.session == own_session
+            } else if process.session == own_process.session
                 && let Ok(environment) = fs::read(entry.path().join("environ"))
             {
                 process.rank = self.mark.find_rank(&environment);
@@ -251,6 +257,8 @@ mod tests {
             Some(running)
         );
         assert!(Process::parse("12 (sh) Z 3 4 5 0\n").unwrap().has_ended);
+        let of_container = Process::parse("12 (sh) S 1 0 0 0\n").unwrap();
+        assert_eq!((of_container.group, of_container.session), (None, None));
         assert_eq!(Process::parse("12 (sh) S"), None);
         assert_eq!(Process::parse(""), None);
     }

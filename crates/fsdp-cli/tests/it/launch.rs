@@ -670,6 +670,40 @@ fn a_killed_launch_leaves_nothing_that_is_in_a_group_of_its_own() {
     pids.into_iter().chain([child]).for_each(assert_ended);
 }
 
+/// A session without a number is one that has been made outside of the container.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_launcher_in_a_session_without_a_number_ends_what_ranks_have_started() {
+    let container = ["--user", "--map-root-user", "--pid", "--fork"];
+    let tried = Command::new("unshare")
+        .args(container)
+        .args(["--mount-proc", "true"])
+        .output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: this system makes no containers for tests");
+        return;
+    }
+    let rank = "timeout 600 sleep 600 & exit 3";
+    let then = "\"$@\"; code=$?; cat /proc/[0-9]*/comm; exit $code";
+    // Where `/proc` is that of the system outside, its numbers are of other processes.
+    for (proc, is_known) in [(&["--mount-proc"][..], true), (&[], false)] {
+        let output = Command::new("unshare")
+            .args(container)
+            .args(proc)
+            .args(["sh", "-c", then, "sh", FSDP, "launch", "--grace", "1"])
+            .args(["--nproc", "1", "--", "sh", "-c", rank])
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{errors}");
+        let names = String::from_utf8_lossy(&output.stdout);
+        assert!(names.lines().any(|name| name == "sh"), "{names}");
+        if is_known {
+            assert!(!names.lines().any(|name| name == "sleep"), "{names}");
+        }
+    }
+}
+
 #[test]
 #[cfg(target_os = "linux")]
 fn the_guard_outlives_a_request_to_all_processes_of_a_job() {
