@@ -170,11 +170,14 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     } else {
         (exit_codes::CORRUPT, "is damaged")
     };
-    let problems = count_text(problems.len(), "problem", "problems");
     let first_problem = problem_text(first_problem);
+    let problems = match problems.len() {
+        1 => first_problem,
+        count => format!("{count} problems, the first: {first_problem}"),
+    };
     let damage = CommandError {
         exit_code,
-        message: format!("`{path}` {verdict}: {problems}, the first: {first_problem}"),
+        message: format!("`{path}` {verdict}: {problems}"),
         hint: None,
     };
     output::outcome_after_report(printed, Err(damage.into()))
