@@ -92,6 +92,7 @@ fn rank_process() {
         "an order in which one is late" => return order_in_which_one_is_late(&group),
         "queued" => return queued(group),
         "computation before" => return computation_before(&group),
+        "a rank that gives up" => return rank_that_gives_up(&group),
         _ => {}
     }
     let mut chosen: Vec<Case> = cases()
@@ -168,6 +169,16 @@ fn operations_return_before_they_are_done_and_streams_wait_for_them() {
 fn the_deadline_of_an_operation_begins_when_the_work_before_it_is_done() {
     let delay = ("CUDA_STAND_IN_DELAY_US", "100000");
     start_ranks(ranks(), "computation before", &[delay]).assert_casualties(&[]);
+}
+
+/// A kernel of the stand-in, like one of NCCL, ends if another rank aborts, with an undefined
+/// result.
+#[test]
+fn an_operation_that_another_rank_gives_up_fails_although_the_gpu_ends_it() {
+    if ranks() > 1 && counts().is_some() {
+        let delay = ("CUDA_STAND_IN_DELAY_US", "100000");
+        start_ranks(ranks(), "a rank that gives up", &[delay]).assert_casualties(&[]);
+    }
 }
 
 /// Sends a signal to the last rank when all ranks have queued an operation, which the link of the
@@ -655,22 +666,37 @@ fn queued(group: ProcessGroup) {
 
 fn computation_before(group: &ProcessGroup) {
     let group = group.with_deadline(std::time::Duration::from_millis(500));
-    let stream = stream(&group);
+    reduce_after(&group, 15).unwrap();
+    group.with_deadline(DEADLINE).barrier().unwrap();
+}
+
+/// Queues a reduction behind so many other works, and waits for it.
+fn reduce_after(group: &ProcessGroup, works: usize) -> Result<(), CommError> {
+    let stream = stream(group);
     let mut memory = stream.clone_htod(&[1f32; 10]).unwrap();
-    let pieces: Vec<_> = (0..15)
+    let pieces: Vec<_> = (0..works)
         .map(|_| stream.clone_dtod(&memory).unwrap())
         .collect();
+    let mut slice = DeviceSliceMut::new(&mut memory, &stream);
     let pending = group
         .device()
         .unwrap()
-        .all_reduce(
-            &mut DeviceSliceMut::new(&mut memory, &stream),
-            ReduceOp::Sum,
-        )
-        .unwrap();
+        .all_reduce(&mut slice, ReduceOp::Sum)?;
     drop(pieces);
-    pending.wait().unwrap();
-    group.with_deadline(DEADLINE).barrier().unwrap();
+    pending.wait()
+}
+
+fn rank_that_gives_up(group: &ProcessGroup) {
+    let (timeout, works) = match group.rank() {
+        0 => (std::time::Duration::from_millis(500), 0),
+        _ => (DEADLINE, 30),
+    };
+    let group = group.with_deadline(timeout);
+    // After this, all ranks queue it.
+    group.barrier().unwrap();
+    let error = reduce_after(&group, works).unwrap_err();
+    assert!(matches!(error, CommError::Timeout { .. }), "{error}");
+    assert_eq!(group.barrier(), Err(error));
 }
 
 fn without_copies(group: &ProcessGroup) {

@@ -24,6 +24,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{Init, Linear, linear};
 use fsdp_comm::{BackendKind, ProcessGroup, init_process_group_within};
+use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{
     Algorithm, BackwardPrefetch, FinishOptions, FsdpConfig, FullyShardedDataParallel,
@@ -65,6 +66,7 @@ fn rank_process() {
         "memory" => memory(&group),
         "until a rank is lost in a gather" => until_queued_fails(&group, Lost::InGather),
         "until a rank is lost in a reduction" => until_queued_fails(&group, Lost::InReduction),
+        "until a rank of another replica is lost" => until_another_replica_fails(&group),
         other => panic!("`{other}` is not known"),
     }
 }
@@ -713,6 +715,10 @@ enum Lost {
 /// Sends a signal to the last rank when all ranks have queued a unit's collectives, which the link
 /// of the stand-in holds up. The others' errors name it.
 fn lose_the_last_rank(task: &str, signal: Signal) {
+    lose_the_last_of(RANKS, task, signal);
+}
+
+fn lose_the_last_of(world_size: usize, task: &str, signal: Signal) {
     if counts().is_none() {
         return;
     }
@@ -721,10 +727,10 @@ fn lose_the_last_rank(task: &str, signal: Signal) {
         ("CUDA_STAND_IN_LINK_US", "400000"),
         ("FSDP_TEST_LOG", logs.path().to_str().unwrap()),
     ];
-    let mut ranks = nccl_ranks::start(gpus(), RANKS, task, &variables);
-    ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == RANKS);
-    ranks.signal(RANKS - 1, signal);
-    let survivors: Vec<usize> = (0..RANKS - 1).collect();
+    let mut ranks = nccl_ranks::start(gpus(), world_size, task, &variables);
+    ranks.wait_until(|| std::fs::read_dir(logs.path()).unwrap().count() == world_size);
+    ranks.signal(world_size - 1, signal);
+    let survivors: Vec<usize> = (0..world_size - 1).collect();
     ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(7));
 }
 
@@ -746,6 +752,37 @@ fn the_others_name_a_rank_that_dies_while_gradients_are_reduced() {
 #[test]
 fn the_others_name_a_rank_that_stops_while_gradients_are_reduced() {
     lose_the_last_rank("until a rank is lost in a reduction", Signal::STOP);
+}
+
+#[test]
+fn a_replica_that_lost_a_rank_sends_nothing_of_it_to_the_others() {
+    lose_the_last_of(4, "until a rank of another replica is lost", Signal::STOP);
+}
+
+/// Queues the reductions of a unit, the first of which the last rank does not survive. The ranks of
+/// the other replica are well, but the sums that they wait for are undefined.
+fn until_another_replica_fails(group: &ProcessGroup) {
+    let rank = group.rank();
+    let device = open_gpu(rank);
+    let config = FsdpConfig {
+        strategy: ShardingStrategy::HybridShard,
+        mesh: Some(DeviceMesh::new(&[2, 2], &["replicate", "shard"], 4).unwrap()),
+        ..ahead(&device)
+    };
+    // Rank 0 has no collective with the lost one: it gets the error of those that have.
+    let deadline = if rank == 0 { DEADLINE } else { SHORT_DEADLINE };
+    let model = model(&group.with_deadline(deadline), 1, config);
+    let x = make_batch(&device, rank);
+    let live = live_parameters(&model);
+    let before = element_bits(&live);
+    let loss = forward(&model, &x).unwrap();
+    loss.to_scalar::<f32>().unwrap();
+    model.backward(&loss).unwrap();
+    let log = std::env::var("FSDP_TEST_LOG").unwrap();
+    std::fs::write(format!("{log}/{rank}"), "queued").unwrap();
+    let error = model.parameters().synchronize().unwrap_err();
+    assert!(error.to_string().contains("rank 3 "), "{error}");
+    assert!(element_bits(&live) == before);
 }
 
 /// Queues collectives of units, which the last rank does not survive, and expects errors that name

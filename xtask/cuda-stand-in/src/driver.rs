@@ -222,6 +222,8 @@ extern "C" fn cuMemFree_v2(address: Address) -> Code {
     }))
 }
 
+/// The attribute of a pool that says if an allocation may wait for a stream that frees memory.
+const REUSE_ALLOW_INTERNAL_DEPENDENCIES: c_int = 3;
 /// The attribute of a pool: the bytes that it keeps when the host waits for a stream.
 const RELEASE_THRESHOLD: c_int = 4;
 
@@ -239,11 +241,15 @@ unsafe extern "C" fn cuDeviceGetDefaultMemPool(found: *mut Handle, device: c_int
     code::INVALID_DEVICE
 }
 
-/// Takes a setting of a pool, and ignores it: memory that is freed costs nothing here.
+/// Takes a setting of a pool, and ignores it: memory that is freed costs nothing here, and is taken
+/// again only once it has been freed.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemPoolSetAttribute(chosen: Handle, attribute: c_int, value: *const u64) -> Code {
     let is_pool = (0..devices().len()).any(|ordinal| pool(ordinal as c_int) == chosen);
-    if !is_pool || attribute != RELEASE_THRESHOLD || value.is_null() {
+    if !is_pool
+        || ![RELEASE_THRESHOLD, REUSE_ALLOW_INTERNAL_DEPENDENCIES].contains(&attribute)
+        || value.is_null()
+    {
         return code::INVALID_VALUE;
     }
     code::SUCCESS
@@ -422,6 +428,23 @@ unsafe extern "C" fn cuStreamCreate(made: *mut Handle, flags: c_uint) -> Code {
         // SAFETY: the caller's pointer.
         unsafe { give(made, handle) }
     }))
+}
+
+/// The priorities are ignored: all work begins as soon as it can.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreateWithPriority(
+    made: *mut Handle,
+    flags: c_uint,
+    _priority: c_int,
+) -> Code {
+    // SAFETY: the caller's pointer.
+    unsafe { cuStreamCreate(made, flags) }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> Code {
+    // SAFETY: the caller's pointers.
+    answer(current().and_then(|_| unsafe { give(least, 0).and_then(|()| give(greatest, -5)) }))
 }
 
 #[unsafe(no_mangle)]

@@ -84,6 +84,9 @@ unsafe extern "C" fn cuModuleGetFunction(
     module: Handle,
     name: *const c_char,
 ) -> Code {
+    if let Err(error) = current() {
+        return error;
+    }
     let Some(module) = MODULES.get(module) else {
         return code::INVALID_HANDLE;
     };
@@ -129,6 +132,9 @@ const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
 
 #[unsafe(no_mangle)]
 extern "C" fn cuFuncSetAttribute(function: Handle, attribute: c_int, value: c_int) -> Code {
+    if let Err(error) = current() {
+        return error;
+    }
     let Some((name, function)) = FUNCTIONS.get(function) else {
         return code::INVALID_HANDLE;
     };

@@ -8,22 +8,23 @@
 //! the order of that stream, as CUDA's allocator does, is freed after the operation.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaEvent, CudaStream};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
 use super::late::LeftOut;
 use super::library::{NcclCommunicator, SplitPlace};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
 use crate::asking::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
-use crate::backend::{Movement, QueuedTransfer, Round};
+use crate::backend::{Backend as _, Movement, QueuedTransfer, Round};
 use crate::blame;
 use crate::deadline::MAX_TIMEOUT;
 use crate::error::CommError;
 use crate::record::Call;
 use crate::sync::{lock, wait_timeout};
+use crate::tcp::TcpBackend;
 
 /// The time that NCCL may take to leave the other ranks, or to end an operation that was aborted.
 pub(super) const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -63,16 +64,43 @@ pub(super) struct Communicator {
     stream: Arc<CudaStream>,
     /// The rank in the group of all ranks.
     global_rank: usize,
+    /// The connections to the other ranks, which end with the watcher.
+    control: Weak<TcpBackend>,
+    siblings: Communicators,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// The communicators of a rank, one for each of its groups. What one of them moves may be what
+/// another one has received: then its operation waits on the GPU for that of the other.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Communicators(Arc<Mutex<Vec<Weak<Communicator>>>>);
+
+impl Communicators {
+    fn add(&self, communicator: &Arc<Communicator>) {
+        let mut list = lock(&self.0);
+        list.retain(|communicator| communicator.strong_count() > 0);
+        list.push(Arc::downgrade(communicator));
+    }
+
+    /// Lets those fail that have operations which are not done. Returns `true` if one had not
+    /// failed yet.
+    fn fail_busy(&self, error: &CommError) -> bool {
+        let list: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let mut has_failed = false;
+        for communicator in list {
+            has_failed |= communicator.fail_if_busy(error);
+        }
+        has_failed
+    }
 }
 
 #[derive(Debug, Default)]
 struct State {
     /// The operations that are not known to be done, in the order of the stream.
     pending: VecDeque<Arc<Operation>>,
-    /// The operation that a thread is queueing, and the time by which NCCL must have returned.
-    queueing: Option<(String, Instant)>,
+    /// The round of the operation that a thread is queueing.
+    queueing: Option<OwnedRound>,
     left_out: LeftOut,
     failure: Option<CommError>,
     /// `true` once NCCL has ended the operations of a communicator that has failed, and begins no
@@ -86,15 +114,21 @@ impl Communicator {
     pub(super) fn new(
         nccl: NcclCommunicator,
         stream: Arc<CudaStream>,
-        global_rank: usize,
-    ) -> Communicator {
-        Communicator {
+        control: &Arc<TcpBackend>,
+        siblings: Communicators,
+    ) -> Arc<Communicator> {
+        let members = control.members();
+        let communicator = Arc::new(Communicator {
             nccl: Mutex::new(Some(nccl)),
             stream,
-            global_rank,
+            global_rank: members.global_ranks[members.rank],
+            control: Arc::downgrade(control),
+            siblings,
             state: Mutex::default(),
             changed: Condvar::new(),
-        }
+        });
+        communicator.siblings.add(&communicator);
+        communicator
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -181,6 +215,8 @@ impl Communicator {
         watch: &Watch<'_>,
     ) -> Result<Option<NcclCommunicator>, CommError> {
         const CALL: &str = "ncclCommSplit";
+        self.bind_to_thread()
+            .map_err(|error| driver_error("cuCtxSetCurrent", error))?;
         let result = self
             .with_nccl(|nccl| nccl.begin_split(place))
             .map_err(|error| library_error(CALL, error))?;
@@ -237,8 +273,7 @@ impl Communicator {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        let limit = round.deadline + GRACE_PERIOD + FINALIZE_TIMEOUT * 2;
-        state.queueing = Some((round.operation.to_owned(), limit));
+        state.queueing = Some(OwnedRound::new(round));
         // Otherwise the watcher is awake.
         if state.pending.is_empty() {
             self.changed.notify_all();
@@ -305,6 +340,48 @@ impl Communicator {
         }
     }
 
+    /// Makes the context of the communicator's GPU that of this thread. Without one, NCCL would
+    /// make one on the first GPU, whichever that of this rank is.
+    pub(super) fn bind_to_thread(&self) -> Result<(), DriverError> {
+        self.stream.context().bind_to_thread()
+    }
+
+    /// Returns the error that has ended the group of the communicator by this round. Operations of
+    /// it and later rounds have undefined results even where the GPU has done them: a rank that
+    /// aborts lets those of its neighbours end, as if it had sent what they wait for.
+    pub(super) fn group_error(&self, round: &Round<'_>) -> Option<CommError> {
+        self.control.upgrade()?.group_error(round)
+    }
+
+    /// Lets all communicators of this rank fail that have operations which are not done, as this
+    /// one has failed. Returns `true` if one of them had not failed yet.
+    pub(super) fn fail_siblings(&self) -> bool {
+        self.failure()
+            .is_some_and(|failure| self.siblings.fail_busy(&failure))
+    }
+
+    /// Lets the communicator fail if it has operations which are not done. Returns `true` if it had
+    /// not failed yet.
+    fn fail_if_busy(&self, error: &CommError) -> bool {
+        let first_round = {
+            let state = self.state();
+            if state.failure.is_some() {
+                return false;
+            }
+            let pending = state.pending.front().map(|operation| &operation.round);
+            pending.or(state.queueing.as_ref()).cloned()
+        };
+        let (Some(first_round), Some(control)) = (first_round, self.control.upgrade()) else {
+            return false;
+        };
+        let watch = Watch {
+            control: &control,
+            round: first_round.get(),
+        };
+        self.fail(error.clone(), &watch);
+        true
+    }
+
     /// Lets the communicator and its pending operations fail, unless it has failed already, and
     /// tells the other ranks. Returns the error that it has failed with.
     pub(super) fn fail(&self, error: CommError, watch: &Watch<'_>) -> CommError {
@@ -316,12 +393,15 @@ impl Communicator {
         for operation in &state.pending {
             operation.outcome.set(Err(error.clone())).ok();
         }
+        let first_pending = state.pending.front();
+        let first_number = first_pending.map_or(u64::MAX, |first| first.round.get().number);
         state.failure = Some(error.clone());
         state.queueing = None;
         drop(state);
         self.changed.notify_all();
-        // NCCL ends a communicator only when all ranks do.
-        watch.abort(&error);
+        // NCCL ends a communicator only when all ranks do, and all that is pending ends with it.
+        let number = watch.round.number.min(first_number);
+        watch.control.abort(number, &error);
         error
     }
 
@@ -427,10 +507,12 @@ impl Communicator {
 
 /// Ends the process if a thread has been in a call of NCCL's for too long.
 fn end_if_stuck(state: &State) {
-    if let Some((operation, limit)) = &state.queueing
-        && Instant::now() >= *limit
-    {
-        abort_process(operation);
+    let Some(queueing) = &state.queueing else {
+        return;
+    };
+    let round = queueing.get();
+    if Instant::now() >= round.deadline + GRACE_PERIOD + FINALIZE_TIMEOUT * 2 {
+        abort_process(round.operation);
     }
 }
 
@@ -476,6 +558,11 @@ impl QueuedTransfer for Queued {
         // An abort lets the GPU reach the event too, but only after this has been set.
         if let Some(outcome) = self.operation.outcome.get() {
             return blame::record(self.communicator.global_rank, outcome.clone()).map(|()| true);
+        }
+        if is_reached
+            && let Some(error) = self.communicator.group_error(&self.operation.round.get())
+        {
+            return blame::record(self.communicator.global_rank, Err(error));
         }
         // An error of the network is NCCL's, and not the GPU's: the watcher finds out who is to
         // blame.

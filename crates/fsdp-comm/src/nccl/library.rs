@@ -8,14 +8,14 @@
 //!
 //! The error of a call is NCCL's own message.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use fsdp_layout::DType;
 use libloading::Library;
 
@@ -172,12 +172,39 @@ fn open(name: &str) -> Result<Library, String> {
     })
 }
 
-/// Checks that NCCL and the driver can be loaded.
+/// Checks that NCCL and the driver can be loaded, and used as it is done here.
 ///
 /// # Errors
-/// The library that cannot be loaded, and the reason.
+/// The library that cannot be loaded, and the reason; a setting under which calls could not be
+/// ended.
 pub(super) fn check() -> Result<(), String> {
+    check_blocking(std::env::var_os(BLOCKING).as_deref())?;
     functions().map(|_| ())
+}
+
+/// The variable by which NCCL makes communicators blocking, whatever a program asks for.
+const BLOCKING: &str = "NCCL_COMM_BLOCKING";
+
+/// Checks the value of [`BLOCKING`]. The error says what to do.
+fn check_blocking(value: Option<&OsStr>) -> Result<(), String> {
+    if value.is_none_or(|value| value == "0") {
+        return Ok(());
+    }
+    Err(format!(
+        "`{BLOCKING}` makes NCCL wait in calls that could then not be ended if a rank is lost: \
+         unset it"
+    ))
+}
+
+/// Opens a GPU, and makes a stream for the operations of a communicator. They begin before other
+/// work that waits for a place on the GPU, as all ranks wait for the last one to begin.
+pub(super) fn open_stream(ordinal: usize) -> Result<Arc<CudaStream>, DriverError> {
+    let context = CudaContext::new(ordinal)?;
+    // With tracking, a new stream would wait for all work of the GPU.
+    // SAFETY: no memory of a GPU is allocated in this context.
+    unsafe { context.disable_event_tracking() };
+    let (_, greatest_priority) = result::stream::get_priority_range()?;
+    context.new_stream_with_priority(greatest_priority)
 }
 
 /// Creates the id of a new communicator, which one of its ranks does for all.
@@ -525,6 +552,15 @@ mod tests {
     fn a_library_that_is_not_there_is_named() {
         let error = open("libnobody-has-this.so.7").unwrap_err();
         assert!(error.contains("libnobody-has-this.so.7"), "{error}");
+    }
+
+    #[test]
+    fn blocking_communicators_are_refused() {
+        for value in [None, Some("0")] {
+            assert_eq!(check_blocking(value.map(OsStr::new)), Ok(()));
+        }
+        let refused = check_blocking(Some(OsStr::new("1"))).unwrap_err();
+        assert!(refused.contains("NCCL_COMM_BLOCKING"), "{refused}");
     }
 
     #[test]

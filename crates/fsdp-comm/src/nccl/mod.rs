@@ -18,6 +18,7 @@ use std::time::Duration;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
+use self::communicator::Communicators;
 use self::late::LeftOut;
 use self::library::{SplitPlace, UniqueId};
 use self::watch::{OwnedRound, Watch};
@@ -52,7 +53,10 @@ pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
     let control = Arc::new(options.connect_backend(&environment)?);
     let rank = control.members().rank;
     let round = Round::rendezvous(timeout, deadline);
-    let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
+    let backend = blame::record(
+        rank,
+        NcclBackend::new(control, ordinal, Communicators::default(), &round),
+    )?;
     // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
     Ok(ProcessGroup::new(Arc::new(backend), timeout, ranks_on_host))
@@ -100,12 +104,19 @@ struct NcclBackend {
     communicator: WatchedCommunicator,
     control: Arc<TcpBackend>,
     ordinal: usize,
+    /// The communicators of all groups of this rank.
+    communicators: Communicators,
 }
 
 impl NcclBackend {
     /// Makes the NCCL communicator of a group with all its ranks, which tell each other NCCL's id
     /// over `control`.
-    fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
+    fn new(
+        control: Arc<TcpBackend>,
+        ordinal: usize,
+        communicators: Communicators,
+        round: &Round<'_>,
+    ) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let own_id: Option<Result<Vec<u8>, String>> =
             (control.members().rank == 0).then(|| library::unique_id().map(|id| id.0.to_vec()));
@@ -119,12 +130,24 @@ impl NcclBackend {
             .try_into()
             .map_err(|_| id_exchange_error(round, "an id of another length".to_owned()))?;
         let id = UniqueId(id);
-        let origin = Origin::Id(id);
-        let communicator = WatchedCommunicator::start(&control, ordinal, origin, round)?;
+        NcclBackend::start(control, ordinal, Origin::Id(id), communicators, round)
+    }
+
+    /// Waits until all ranks have joined the communicator.
+    fn start(
+        control: Arc<TcpBackend>,
+        ordinal: usize,
+        origin: Origin,
+        communicators: Communicators,
+        round: &Round<'_>,
+    ) -> Result<Self, CommError> {
+        let communicator =
+            WatchedCommunicator::start(&control, ordinal, origin, &communicators, round)?;
         Ok(NcclBackend {
             communicator,
             control,
             ordinal,
+            communicators,
         })
     }
 
@@ -211,12 +234,9 @@ impl Backend for NcclBackend {
             .split(Some(place), &self.watch(round))?
             .expect("a rank with a color gets a communicator");
         let control = Arc::new(self.control.create_subgroup(round, members)?);
-        let origin = Origin::Split(split);
-        Ok(Arc::new(NcclBackend {
-            communicator: WatchedCommunicator::start(&control, self.ordinal, origin, round)?,
-            control,
-            ordinal: self.ordinal,
-        }))
+        let (origin, communicators) = (Origin::Split(split), self.communicators.clone());
+        let backend = NcclBackend::start(control, self.ordinal, origin, communicators, round)?;
+        Ok(Arc::new(backend))
     }
 
     fn without_subgroup(&self, round: &Round<'_>) -> Result<(), CommError> {
@@ -228,7 +248,9 @@ impl Backend for NcclBackend {
     /// has not ended.
     fn shrink(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
         let control = Arc::new(self.control.create_subgroup(round, members)?);
-        Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
+        let communicators = self.communicators.clone();
+        let backend = NcclBackend::new(control, self.ordinal, communicators, round)?;
+        Ok(Arc::new(backend))
     }
 
     fn abort(&self, round: u64, error: &CommError) {

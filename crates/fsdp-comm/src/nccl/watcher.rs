@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::CudaContext;
-
-use super::communicator::{Communicator, FINALIZE_TIMEOUT, Next, Operation, abort_process};
+use super::communicator::{
+    Communicator, Communicators, FINALIZE_TIMEOUT, Next, Operation, abort_process,
+};
 use super::late;
-use super::library::{NcclCommunicator, UniqueId};
+use super::library::{NcclCommunicator, UniqueId, open_stream};
 use super::watch::{OwnedRound, Watch, driver_error, library_error};
 use crate::asking::{GRACE_PERIOD, Pause};
 use crate::backend::{Backend as _, Members, Round};
@@ -23,6 +23,10 @@ use crate::tcp::TcpBackend;
 /// The time that NCCL may take to abort a communicator. It waits for work of the GPU that has
 /// nothing to do with it, too.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The time that the other ranks have to hear of an error before their operations may end with
+/// undefined results.
+const NEWS_PERIOD: Duration = Duration::from_millis(100);
 
 /// The origin of a communicator.
 pub(super) enum Origin {
@@ -49,18 +53,19 @@ impl WatchedCommunicator {
         control: &Arc<TcpBackend>,
         ordinal: usize,
         origin: Origin,
+        siblings: &Communicators,
         round: &Round<'_>,
     ) -> Result<WatchedCommunicator, CommError> {
         let (end_sender, end_receiver) = mpsc::channel();
         let (join_sender, join_receiver) = mpsc::channel();
         let control = Arc::clone(control);
+        let siblings = siblings.clone();
         let owned_round = OwnedRound::new(round);
         thread::Builder::new()
             .name("nccl".to_owned())
             .spawn(move || {
-                match join(&control, ordinal, origin, &owned_round.get()) {
+                match join(&control, ordinal, origin, siblings, &owned_round.get()) {
                     Ok(communicator) => {
-                        let communicator = Arc::new(communicator);
                         join_sender.send(Ok(Arc::clone(&communicator))).ok();
                         watch(&communicator, &control);
                     }
@@ -114,23 +119,24 @@ fn join(
     control: &Arc<TcpBackend>,
     ordinal: usize,
     origin: Origin,
+    siblings: Communicators,
     round: &Round<'_>,
-) -> Result<Communicator, CommError> {
+) -> Result<Arc<Communicator>, CommError> {
     let watch = Watch {
         control,
         round: *round,
     };
-    try_join(ordinal, origin, &watch).inspect_err(|error| watch.abort(error))
+    try_join(ordinal, origin, siblings, &watch).inspect_err(|error| watch.abort(error))
 }
 
-fn try_join(ordinal: usize, origin: Origin, watch: &Watch<'_>) -> Result<Communicator, CommError> {
-    // The communicator gets a stream of its own, so that candle's streams go on beside a
-    // collective, until they need its result.
-    let context = CudaContext::new(ordinal)
-        .map_err(|error| driver_error("cuDevicePrimaryCtxRetain", error))?;
-    let stream = context
-        .new_stream()
-        .map_err(|error| driver_error("cuStreamCreate", error))?;
+fn try_join(
+    ordinal: usize,
+    origin: Origin,
+    siblings: Communicators,
+    watch: &Watch<'_>,
+) -> Result<Arc<Communicator>, CommError> {
+    let stream =
+        open_stream(ordinal).map_err(|error| driver_error("cuStreamCreateWithPriority", error))?;
     // The ranks of the group that `control` connects are those of the communicator.
     let Members {
         rank, global_ranks, ..
@@ -145,11 +151,11 @@ fn try_join(ordinal: usize, origin: Origin, watch: &Watch<'_>) -> Result<Communi
     watch
         .wait("ncclCommInitRankConfig", || nccl.is_all_enqueued())
         .inspect_err(|error| watch.abort(error))?;
-    Ok(Communicator::new(nccl, stream, global_ranks[*rank]))
+    Ok(Communicator::new(nccl, stream, watch.control, siblings))
 }
 
 /// Looks after the operations of a communicator until it has ended.
-fn watch(communicator: &Communicator, control: &Arc<TcpBackend>) {
+fn watch(communicator: &Arc<Communicator>, control: &Arc<TcpBackend>) {
     let mut progress = Progress::default();
     loop {
         answer(communicator, control);
@@ -219,7 +225,7 @@ impl Progress {
             return Err(Watch { control, round }.blame(round.operation, message));
         }
         if is_reached(&operation.done)? {
-            return Ok(true);
+            return communicator.group_error(&round).map_or(Ok(true), Err);
         }
         if !is_reached(&operation.input)? {
             return Ok(false);
@@ -253,12 +259,22 @@ fn is_reached(event: &cudarc::driver::CudaEvent) -> Result<bool, CommError> {
 
 /// Aborts a communicator that has failed, and waits until the GPU no longer uses the memory of its
 /// operations. Ends the process if it does not end them.
-fn abort(communicator: &Communicator) {
+fn abort(communicator: &Arc<Communicator>) {
+    thread::sleep(NEWS_PERIOD);
+    // Operations of other communicators that wait for its operations would begin now, with
+    // undefined contents.
+    while communicator.fail_siblings() {
+        thread::sleep(NEWS_PERIOD);
+    }
     let nccl = communicator.take_nccl();
     let (sender, returned) = mpsc::channel();
     // This is `ncclCommAbort`: it makes the kernels that are under way end. It may wait for other
     // work of the GPU, so a thread of its own calls it.
+    let aborted = Arc::clone(communicator);
     let end = move || {
+        if let Err(error) = aborted.bind_to_thread() {
+            tracing::debug!(%error, "a communicator is aborted without a context of CUDA's");
+        }
         drop(nccl);
         sender.send(()).ok();
     };

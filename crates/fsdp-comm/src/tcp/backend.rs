@@ -214,6 +214,14 @@ impl TcpBackend {
         self.node.failure(self.members.id, round, &others)
     }
 
+    /// Returns the error that has ended the group in this round or an earlier one, if this rank has
+    /// heard of one.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn group_error(&self, round: &Round<'_>) -> Option<CommError> {
+        let inbox = self.node.inbox().lock();
+        inbox.group_error(self.members.id, round)
+    }
+
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
     /// same, but no longer than `timeout` (`None` waits without end). Returns `true` if all have; a
     /// rank that ends or stops without a word has not.

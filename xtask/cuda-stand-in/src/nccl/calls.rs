@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::messages::{Aborted, Messages, behind, content, header};
+use super::messages::{Aborted, Messages, Received, behind, content, header};
 use crate::kernels::Element;
 use crate::machine::elements;
 use crate::memory::Address;
@@ -116,17 +116,28 @@ impl Call {
         elements * size(dtype).unwrap_or(0)
     }
 
+    /// Returns the number of elements of a message.
+    const fn count(&self) -> usize {
+        match *self {
+            Call::AllGather { count, .. }
+            | Call::ReduceScatter { count, .. }
+            | Call::AllReduce { count, .. }
+            | Call::Broadcast { count, .. }
+            | Call::Send { count, .. }
+            | Call::Receive { count, .. } => count,
+        }
+    }
+
     /// Returns the header of the call's messages, and the bytes of an element.
     fn header(&self) -> Result<(Vec<u8>, usize), String> {
-        let (name, dtype, count) = match *self {
-            Call::AllGather { dtype, count, .. } => ("ncclAllGather", dtype, count),
-            Call::ReduceScatter { dtype, count, .. } => ("ncclReduceScatter", dtype, count),
-            Call::AllReduce { dtype, count, .. } => ("ncclAllReduce", dtype, count),
-            Call::Broadcast { dtype, count, .. } => ("ncclBroadcast", dtype, count),
-            Call::Send { dtype, count, .. } | Call::Receive { dtype, count, .. } => {
-                ("ncclSend", dtype, count)
-            }
+        let (name, dtype) = match *self {
+            Call::AllGather { dtype, .. } => ("ncclAllGather", dtype),
+            Call::ReduceScatter { dtype, .. } => ("ncclReduceScatter", dtype),
+            Call::AllReduce { dtype, .. } => ("ncclAllReduce", dtype),
+            Call::Broadcast { dtype, .. } => ("ncclBroadcast", dtype),
+            Call::Send { dtype, .. } | Call::Receive { dtype, .. } => ("ncclSend", dtype),
         };
+        let count = self.count();
         let size = size(dtype).ok_or_else(|| format!("type {dtype} is not known"))?;
         Ok((header(name, dtype, count), size))
     }
@@ -173,7 +184,10 @@ fn receive(
     let mut parts = Vec::new();
     for from in sources {
         match messages.receive(from, is_aborted)? {
-            Ok(message) => parts.push(content(&message, &header, from)?.to_vec()),
+            Ok(Received::Message(message)) => {
+                parts.push(content(&message, &header, from)?.to_vec());
+            }
+            Ok(Received::Undefined) => parts.push(vec![0xff; call.count() * size]),
             Err(Aborted) => return Ok(Err(Aborted)),
         }
     }

@@ -28,6 +28,14 @@ pub(super) struct Messages {
     received: Vec<u64>,
 }
 
+/// A message of a rank.
+pub(super) enum Received {
+    Message(Vec<u8>),
+    /// The rank has aborted. NCCL's kernels then count as sent what others wait for, and these end
+    /// with whatever is in their buffers.
+    Undefined,
+}
+
 /// The reason for which a wait ended before its time: nobody wants the result any more.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Aborted;
@@ -98,29 +106,23 @@ impl Messages {
             .map_err(|error| format!("{}: {error}", whole.display()))
     }
 
+    /// Returns the content of a file, if it is there.
+    fn read(&self, name: &str) -> Result<Option<Vec<u8>>, String> {
+        let path = self.directory.join(name);
+        match fs::read(&path) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(format!("{}: {error}", path.display())),
+        }
+    }
+
     /// Waits for a file.
     fn wait_for(
         &self,
         name: &str,
         is_aborted: &impl Fn() -> bool,
     ) -> Result<Result<Vec<u8>, Aborted>, String> {
-        let path = self.directory.join(name);
-        let eager = Instant::now() + EAGER;
-        loop {
-            match fs::read(&path) {
-                Ok(bytes) => return Ok(Ok(bytes)),
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(format!("{}: {error}", path.display())),
-            }
-            if is_aborted() {
-                return Ok(Err(Aborted));
-            }
-            if Instant::now() < eager {
-                thread::yield_now()
-            } else {
-                thread::sleep(NAP)
-            }
-        }
+        wait(|| self.read(name), is_aborted)
     }
 
     /// Sends a message to a rank, which may be this one.
@@ -139,16 +141,25 @@ impl Messages {
         &mut self,
         from: usize,
         is_aborted: &impl Fn() -> bool,
-    ) -> Result<Result<Vec<u8>, Aborted>, String> {
+    ) -> Result<Result<Received, Aborted>, String> {
         let number = self
             .received
             .get_mut(from)
             .ok_or_else(|| format!("there is no rank {from}"))?;
         *number += 1;
         let name = format!("{from}-{}-{number}", self.rank);
-        let message = self.wait_for(&name, is_aborted)?;
+        let of_abort = aborted(from);
+        let received = wait(
+            || {
+                // What the rank had sent before it aborted is there.
+                let has_aborted = self.read(&of_abort)?.is_some();
+                let message = self.read(&name)?.map(Received::Message);
+                Ok(message.or(has_aborted.then_some(Received::Undefined)))
+            },
+            is_aborted,
+        )?;
         fs::remove_file(self.directory.join(name)).ok();
-        Ok(message)
+        Ok(received)
     }
 
     /// Sends bytes to all ranks, this one included, and returns what each of them has sent.
@@ -168,11 +179,19 @@ impl Messages {
         let mut received = Vec::new();
         for from in 0..self.ranks() {
             match self.receive(from, is_aborted)? {
-                Ok(message) => received.push(content(&message, &header, from)?.to_vec()),
-                Err(Aborted) => return Ok(Err(Aborted)),
+                Ok(Received::Message(message)) => {
+                    received.push(content(&message, &header, from)?.to_vec());
+                }
+                Ok(Received::Undefined) | Err(Aborted) => return Ok(Err(Aborted)),
             }
         }
         Ok(Ok(received))
+    }
+
+    /// Says that this rank has aborted.
+    pub(super) fn abort(&self) {
+        // The directory may be gone, if all others have left.
+        self.write(&aborted(self.rank), b"").ok();
     }
 
     /// Says that this rank leaves.
@@ -192,6 +211,32 @@ impl Messages {
         }
         have_left
     }
+}
+
+/// Waits until there is a value.
+fn wait<T>(
+    find: impl Fn() -> Result<Option<T>, String>,
+    is_aborted: &impl Fn() -> bool,
+) -> Result<Result<T, Aborted>, String> {
+    let eager = Instant::now() + EAGER;
+    loop {
+        if let Some(found) = find()? {
+            return Ok(Ok(found));
+        }
+        if is_aborted() {
+            return Ok(Err(Aborted));
+        }
+        if Instant::now() < eager {
+            thread::yield_now()
+        } else {
+            thread::sleep(NAP)
+        }
+    }
+}
+
+/// Returns the name of the file that says that a rank has aborted.
+fn aborted(rank: usize) -> String {
+    format!("aborted-{rank}")
 }
 
 /// Returns the directory of the messages of a communicator.
@@ -283,14 +328,31 @@ mod tests {
         let [mut first, mut second] = join("order", ["0", "1"]).map(Result::unwrap);
         first.send(1, b"a").unwrap();
         first.send(1, b"b").unwrap();
-        assert_eq!(second.receive(0, &|| false).unwrap().unwrap(), b"a");
-        assert_eq!(second.receive(0, &|| false).unwrap().unwrap(), b"b");
-        assert_eq!(second.receive(0, &|| true).unwrap(), Err(Aborted));
+        let mut receive = |expected: &[u8]| match second.receive(0, &|| false).unwrap().unwrap() {
+            Received::Message(message) => assert_eq!(message, expected),
+            Received::Undefined => panic!("nobody has aborted"),
+        };
+        receive(b"a");
+        receive(b"b");
+        assert!(matches!(second.receive(0, &|| true), Ok(Err(Aborted))));
         first.leave().unwrap();
         assert!(!first.have_all_left());
         second.leave().unwrap();
         assert!(second.have_all_left() && first.have_all_left());
         assert!(!first.directory.exists());
+    }
+
+    #[test]
+    fn what_a_rank_sent_before_it_aborted_arrives_and_then_nothing_is_waited_for() {
+        let [mut first, mut second] = join("aborted", ["0", "1"]).map(Result::unwrap);
+        first.send(1, b"a").unwrap();
+        first.abort();
+        let received = [(); 2].map(|()| second.receive(0, &|| false).unwrap().unwrap());
+        assert!(matches!(
+            received,
+            [Received::Message(_), Received::Undefined]
+        ));
+        fs::remove_dir_all(&first.directory).unwrap();
     }
 
     #[test]

@@ -490,6 +490,9 @@ extern "C" fn ncclCommAbort(handle: Handle) -> Code {
     communicator.is_aborted.store(true, Ordering::Release);
     // Once this has returned, no call reaches its stream any more.
     drop(lock(&communicator.launching));
+    if let Some(messages) = lock(&communicator.messages).as_ref() {
+        messages.abort();
+    }
     SUCCESS
 }
 
