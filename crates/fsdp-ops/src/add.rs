@@ -36,7 +36,13 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
             let inputs = [x.contiguous()?, y.contiguous()?];
             autograd::record(Box::new(Add { inputs }), anchor)
         }
-        None => x.broadcast_add(y),
+        None => {
+            let [(x_storage, _), (y_storage, _)] = [x, y].map(Tensor::storage_and_layout);
+            if let (Storage::Cuda(x), Storage::Cuda(y)) = (&*x_storage, &*y_storage) {
+                kernels::check_same_stream(x, y)?;
+            }
+            x.broadcast_add(y)
+        }
     }
 }
 
@@ -94,9 +100,11 @@ pub(crate) fn sum(
         (Storage::Cpu(x), Storage::Cpu(y)) => Ok(Storage::Cpu(
             x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?,
         )),
-        (Storage::Cuda(x), Storage::Cuda(y)) => Ok(Storage::Cuda(
-            x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?,
-        )),
+        (Storage::Cuda(x), Storage::Cuda(y)) => {
+            kernels::check_same_stream(x, y)?;
+            let sum = x.binary_impl::<CandleAdd>(y, x_layout, y_layout)?;
+            Ok(Storage::Cuda(sum))
+        }
         _ => devices_error(NAME),
     }
 }

@@ -30,6 +30,8 @@
 //! are kernels for f32, bf16 and f16; matrix products are cuBLAS's. Elsewhere each function is
 //! composed of candle's operations, and has the same gradients: on older GPUs, in f64 on GPUs, and
 //! for attention whose heads are wider than 128 elements or than the GPU has shared memory for.
+//! All tensors of an operation must be on one `Device` and its clones: those of other GPUs, or of
+//! another handle of the same one whose work is in another stream, are an error.
 //!
 //! candle's backward makes a tensor of zeros for each argument of each operation, and adds the
 //! gradient to it. In the backward of a sharded model, operations of this crate do without both:

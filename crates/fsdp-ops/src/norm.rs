@@ -233,8 +233,13 @@ impl<const N: usize> Operation<N> for Norm {
         let dx = runner.allocate(x.dtype, x.len())?;
         // Of layer norm in half types the two kernels are faster than the one, though they read
         // everything twice.
-        let at_once =
-            grid_at_once(rows, width, x.dtype).filter(|_| N == 2 || x.dtype == DType::F32);
+        let begins_at_pack = |operand: &&Operand<'_>| {
+            let start_bytes = operand.layout.start_offset() * operand.dtype.size_in_bytes();
+            start_bytes.is_multiple_of(PACK_BYTES)
+        };
+        let has_packs = [x, &inputs[1], &grad].iter().all(begins_at_pack);
+        let at_once = grid_at_once(rows, width, x.dtype, has_packs)
+            .filter(|_| N == 2 || x.dtype == DType::F32);
         let parts = match at_once {
             Some(grid) => grid.blocks[0],
             None => columns_parts(rows, width, x.dtype),
@@ -280,14 +285,22 @@ const fn kernel<const N: usize>(names: [&'static str; 2], dtype: DType) -> Kerne
     Kernel(Module::Norm, names[N - 2], Some(dtype))
 }
 
+/// The bytes that a thread reads at once, at addresses that are multiples of them.
+const PACK_BYTES: usize = 16;
+
 /// Returns the shape for the kernel that computes all gradients at once, which reads everything
-/// once. `None` for rows that do not fit into the registers of their threads.
-fn grid_at_once(rows: usize, width: usize, dtype: DType) -> Option<Grid> {
+/// once. `None` for rows that do not fit into the registers of their threads. `has_packs` is `true`
+/// if all tensors begin where a pack may.
+fn grid_at_once(rows: usize, width: usize, dtype: DType, has_packs: bool) -> Option<Grid> {
     /// The packs of a row that a thread has in registers.
     const PACKS_OF_THREAD: usize = 4;
-    let pack = 16 / dtype.size_in_bytes();
-    // Rows of other widths are read by single elements.
-    let pack = if width.is_multiple_of(pack) { pack } else { 1 };
+    let pack = PACK_BYTES / dtype.size_in_bytes();
+    // Other rows are read by single elements.
+    let pack = if has_packs && width.is_multiple_of(pack) {
+        pack
+    } else {
+        1
+    };
     let warps = width.div_ceil(32 * PACKS_OF_THREAD * pack).max(1);
     let (threads, rows_of_block) = match warps {
         1 => ([32, 4], 16),

@@ -144,8 +144,8 @@ fn pieces_by_dtype(tensors: &[Tensor]) -> Result<Vec<(DType, Vec<Piece>)>> {
 /// Returns, as a tensor of two `f64` on the GPU, the sum of the squares of all elements, and their
 /// largest magnitude, which is NaN if any element is NaN. `tensors` has at least one tensor.
 ///
-/// Sums are `f64` from the first addition on. They depend on the lengths of the tensors and on
-/// their places in memory only.
+/// Sums are `f64` from the first addition on. Their order depends on the lengths of the tensors,
+/// and on their places in storages that they share, only.
 ///
 /// # Errors
 /// CUDA's.

@@ -7,7 +7,7 @@
 #[path = "../../fsdp-comm/tests/stand_in/mod.rs"]
 mod stand_in;
 
-use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, IndexOp as _, Result, Tensor, Var};
 use fsdp_ops::{
     DropoutMasks, cross_entropy, dropout, embedding, gelu, gelu_erf, layer_norm, linear,
     linear_add, linear_gelu_erf, packed_attention, rms_norm, rope, rope_i,
@@ -435,4 +435,44 @@ fn an_operation_is_few_launches_without_copies_or_waits() {
         cross_entropy(&x[0], &targets)
     };
     case("cross_entropy", &[x], &cross_entropy, [2, 1]);
+}
+
+/// Kernels of one stream could read a tensor of another before it has been written.
+#[test]
+fn tensors_of_other_streams_and_gpus_are_refused() {
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    let mut others = vec![
+        Device::new_cuda_with_stream(0).unwrap(),
+        Device::new_cuda(0).unwrap(),
+    ];
+    // Where there is a second one.
+    others.extend(Device::new_cuda(1).ok());
+    let on = |device: &Device, x: Tensor| x.to_dtype(DType::F32)?.to_device(device);
+    let table = Var::from_tensor(&on(&gpu, values(&[6, 8], 1)).unwrap()).unwrap();
+    let weight = on(&gpu, values(&[8, 8], 2)).unwrap();
+    for other in &others {
+        let ids = Tensor::zeros((2, 9), DType::U32, other).unwrap();
+        let x = on(other, values(&[6, 8], 3)).unwrap();
+        let results = [
+            embedding(&ids, &table),
+            cross_entropy(&table, &ids.i((0, ..6)).unwrap()),
+            linear(&x, &weight, None),
+            linear_add(&table, &weight, Some(&weight.i(0).unwrap()), &x),
+            rms_norm(&x, &weight.i(0).unwrap(), 1e-5),
+            rope(
+                &table.reshape((1, 1, 6, 8)).unwrap(),
+                &x.narrow(1, 0, 4).unwrap(),
+                &x.narrow(1, 0, 4).unwrap(),
+            ),
+        ];
+        for (index, result) in results.into_iter().enumerate() {
+            let error = result.unwrap_err().to_string();
+            // candle finds some of those of other GPUs.
+            let is_found = error.contains("one `Device`") || error.contains("device mismatch");
+            assert!(is_found, "{index}: {error}");
+        }
+    }
+    // Clones are the same device.
+    let ids = Tensor::zeros((2, 9), DType::U32, &gpu.clone()).unwrap();
+    embedding(&ids, &table).unwrap();
 }

@@ -101,6 +101,7 @@ pub(super) fn launch(
     arguments: &[Argument<'_>],
 ) -> Result<()> {
     let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(cuda_error)?;
     let function = function(&stream, kernel, grid.shared_bytes)?;
     // If memory is also used by other streams, these wait for it now, and let others know when they
     // are dropped.
@@ -121,7 +122,6 @@ pub(super) fn launch(
     let size = |sizes: [usize; 2]| -> Result<(u32, u32, u32)> {
         Ok((count(sizes[0])?, count(sizes[1])?, 1))
     };
-    stream.context().bind_to_thread().map_err(cuda_error)?;
     // SAFETY: the operation that launches gives the arguments that the kernel has, of which
     // `Value` has the types; the addresses are of memory with as many elements as the layouts say,
     // and the stream frees it only after the kernel.
@@ -163,10 +163,34 @@ pub(super) fn first_address(storage: &CudaStorage, operand: &Operand<'_>) -> Res
     Ok(address(operand, &storage.device.cuda_stream())?.0)
 }
 
+/// Checks that the memory of a tensor is that of a stream.
+///
+/// # Errors
+/// A tensor of another GPU, or of another stream of the same one: kernels of the one could read it
+/// before those of the other have written it, or after its memory has been freed.
+fn check_stream(storage: &CudaStorage, stream: &CudaStream) -> Result<()> {
+    if *storage.device.cuda_stream() == *stream {
+        return Ok(());
+    }
+    candle_core::bail!(
+        "the tensors of an operation are on different GPUs, or in different streams of one: make \
+         all of them on clones of one `Device`"
+    )
+}
+
+/// Checks that the memory of two tensors is that of one stream.
+///
+/// # Errors
+/// Tensors of different GPUs, or of different streams of one.
+pub(crate) fn check_same_stream(first: &CudaStorage, second: &CudaStorage) -> Result<()> {
+    check_stream(second, &first.device.cuda_stream())
+}
+
 /// Returns the address of a tensor's first element, and what ends its use.
 ///
 /// # Errors
-/// A tensor that is longer than its memory, or of a type that kernels do not read.
+/// Those of [`check_stream`]; a tensor that is longer than its memory, or of a type that kernels do
+/// not read.
 fn address<'a>(operand: &Operand<'a>, stream: &'a CudaStream) -> Result<(u64, SyncOnDrop<'a>)> {
     #[cfg(not(test))]
     let Memory::Cuda(storage) = operand.memory;
@@ -174,6 +198,7 @@ fn address<'a>(operand: &Operand<'a>, stream: &'a CudaStream) -> Result<(u64, Sy
     let Memory::Cuda(storage) = operand.memory else {
         return unknown_type_error();
     };
+    check_stream(storage, stream)?;
     let last = span(&operand.layout).end;
     let start = operand.layout.start_offset();
     match &storage.slice {

@@ -17,6 +17,7 @@ mod runner;
 use candle_core::{DType, Device, Result, Tensor};
 
 pub(crate) use self::argument::{Argument, AttentionSizes, Pieces, RotationSizes, Strides, to_int};
+pub(crate) use self::cuda::check_same_stream;
 pub(crate) use self::kernel::{Grid, Kernel, MOST_BLOCK_ROWS, Module, columns_parts};
 pub(crate) use self::memory::{Operand, Output};
 pub(crate) use self::runner::Runner;

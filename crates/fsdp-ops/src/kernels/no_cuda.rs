@@ -39,6 +39,14 @@ pub(super) const fn launch(_: &CudaDevice, _: Kernel, _: Grid, _: &[Argument<'_>
     Err(Error::NotCompiledWithCudaSupport)
 }
 
+/// Checks two tensors.
+///
+/// # Errors
+/// Always.
+pub(crate) const fn check_same_stream(_: &CudaStorage, _: &CudaStorage) -> Result<()> {
+    Err(Error::NotCompiledWithCudaSupport)
+}
+
 /// Ends the writing of memory.
 ///
 /// # Errors

@@ -20,6 +20,8 @@ const CHUNK_STEP: usize = 2048;
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Piece {
     addresses: [u64; MAX_TENSORS],
+    /// The addresses of the storages that the tensors lie in.
+    storages: [u64; MAX_TENSORS],
     sizes: [usize; MAX_TENSORS],
     count: usize,
 }
@@ -38,16 +40,23 @@ impl Piece {
     /// # Errors
     /// A tensor that is not contiguous, of another length, or in memory that kernels do not reach.
     pub(crate) fn set(&mut self, position: usize, tensor: &Tensor) -> Result<()> {
-        self.addresses[position] = contiguous_address(tensor, self.count)?;
-        self.sizes[position] = tensor.dtype().size_in_bytes();
+        let size = tensor.dtype().size_in_bytes();
+        let address = contiguous_address(tensor, self.count)?;
+        let start_bytes = tensor.layout().start_offset() * size;
+        self.addresses[position] = address;
+        self.storages[position] = address - start_bytes as u64;
+        self.sizes[position] = size;
         Ok(())
     }
 
-    /// Returns `true` if the piece begins in memory where another one ends, in all tensors.
+    /// Returns `true` if the piece begins where another one ends, in the storages of all tensors.
+    /// Storages that lie side by side do so by chance: another rank, or the next run, may have them
+    /// elsewhere, and would add up elements in another order.
     fn follows(&self, earlier: &Piece) -> bool {
         (0..MAX_TENSORS).all(|tensor| {
             let bytes = earlier.count * earlier.sizes[tensor];
             earlier.sizes[tensor] == self.sizes[tensor]
+                && earlier.storages[tensor] == self.storages[tensor]
                 && earlier.addresses[tensor] + bytes as u64 == self.addresses[tensor]
         })
     }
@@ -160,6 +169,7 @@ mod tests {
         let [first, second] = addresses;
         Piece {
             addresses: [first, second, 0, 0, 0],
+            storages: [0x100, 0x900, 0, 0, 0],
             sizes: [4, 2, 0, 0, 0],
             count,
         }
@@ -174,8 +184,13 @@ mod tests {
             piece([0x150, 0x92a], 0),
             piece([0x150, 0x92a], 1),
         ];
-        let counts: Vec<usize> = joined(&pieces).iter().map(|piece| piece.count).collect();
-        assert_eq!(counts, [15, 6]);
+        let counts =
+            |pieces: &[Piece]| -> Vec<usize> { joined(pieces).iter().map(|p| p.count).collect() };
+        assert_eq!(counts(&pieces), [15, 6]);
+        // Storages that lie side by side.
+        let mut others = pieces;
+        others[2].storages[1] = 0x920;
+        assert_eq!(counts(&others), [15, 5, 1]);
     }
 
     #[test]

@@ -170,6 +170,7 @@ impl Runner {
             // A sum of nothing is zero.
             (device, ..) if inner == 0 => zeros(device, lhs.dtype, len)?,
             (_, Memory::Cuda(left), Memory::Cuda(right)) => {
+                cuda::check_same_stream(left, right)?;
                 Storage::Cuda(left.matmul(right, sizes, &lhs.layout, &rhs.layout)?)
             }
             #[cfg(test)]

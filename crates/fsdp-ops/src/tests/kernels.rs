@@ -126,3 +126,48 @@ fn any_address_and_width_works_by_kernels() {
         }
     }
 }
+
+/// A kernel that has a whole row in registers reads it by packs only where all tensors begin at
+/// one.
+#[test]
+fn gradients_of_norms_are_whole_at_any_address_by_kernels() {
+    let width = 512;
+    for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 0.05)] {
+        for (x_offset, weight_offset) in [(0, 1), (1, 0), (2, 3), (0, 0)] {
+            // Two norms, of which the first has no bias.
+            let run = |inputs: &[Tensor; 2], is_layer_norm: bool| -> [Tensor; 3] {
+                let vars = inputs.each_ref().map(|x| Var::from_tensor(x).unwrap());
+                let x = vars[0].narrow(0, x_offset, 3 * width).unwrap();
+                let x = x.reshape((3, width)).unwrap();
+                let weight = vars[1].narrow(0, weight_offset, width).unwrap();
+                let y = if is_layer_norm {
+                    crate::layer_norm(&x, &weight, &weight, 1e-5).unwrap()
+                } else {
+                    crate::rms_norm(&x, &weight, 1e-5).unwrap()
+                };
+                let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                let exact = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
+                let gradients = vars
+                    .each_ref()
+                    .map(|var| exact(gradients.get(var).unwrap()));
+                let [of_x, of_weight] = gradients;
+                [exact(&y), of_x, of_weight]
+            };
+            let inputs = [
+                values(&[3 * width + x_offset], dtype),
+                values(&[width + weight_offset], dtype),
+            ];
+            let exact = inputs.each_ref().map(|x| x.to_dtype(DType::F64).unwrap());
+            for is_layer_norm in [false, true] {
+                let Some(found) = with_kernels(|| run(&inputs, is_layer_norm)) else {
+                    return;
+                };
+                let expected = run(&exact, is_layer_norm);
+                for (found, expected) in found.iter().zip(&expected) {
+                    let what = format!("{dtype:?}, {x_offset}, {weight_offset}, {is_layer_norm}");
+                    assert_close(&what, found, expected, tolerance);
+                }
+            }
+        }
+    }
+}
