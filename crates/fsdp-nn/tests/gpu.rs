@@ -3,10 +3,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::Init;
 use fsdp_comm::run_local;
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel};
+use fsdp_nn::algorithm::{AdafactorOptions, AdamOptions};
+use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer};
 use fsdp_ops::{add, linear, linear_add};
 
 /// The parameters, with their shapes.
@@ -96,5 +97,59 @@ fn sums_in_the_graph_of_a_model_are_those_of_the_cpu() {
                 );
             }
         }
+    }
+}
+
+/// Returns which elements of a parameter of `f64`, whose updates are composed of candle's
+/// operations on GPUs too, are finite after each of two steps. Of the first gradient one element is
+/// NaN.
+fn finite_after_nan(device: &Device, algorithm: &Algorithm) -> Vec<Vec<bool>> {
+    let outcomes = run_local(1, |group| {
+        let config = FsdpConfig {
+            device: device.clone(),
+            dtype: DType::F64,
+            ..FsdpConfig::default()
+        };
+        let model = FullyShardedDataParallel::new(group, config, |scope| {
+            let init = Init::Const(0.5);
+            scope.vb().get_with_hints((4, 3), "weight", init)
+        })
+        .unwrap();
+        let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+        [f64::NAN, 0.1].map(|element| {
+            let mut factors = vec![0.25; 12];
+            factors[4] = element;
+            let factors = Tensor::from_vec(factors, (4, 3), device).unwrap();
+            let loss = model.forward(|weight| (weight * &factors)?.sum_all());
+            model.backward(&loss.unwrap()).unwrap();
+            optimizer.step().unwrap();
+            model.parameters().zero_grad();
+            let value = model.parameters().parameter("weight").unwrap();
+            let value = value.to_whole().unwrap().to_device(&Device::Cpu).unwrap();
+            let elements = value.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            elements.into_iter().map(f64::is_finite).collect()
+        })
+    });
+    outcomes.unwrap().remove(0).to_vec()
+}
+
+#[test]
+fn a_gradient_that_is_nan_reaches_what_it_reaches_on_the_cpu() {
+    let gpu = Device::new_cuda(0).unwrap();
+    let amsgrad = AdamOptions {
+        amsgrad: true,
+        ..AdamOptions::adamw()
+    };
+    for algorithm in [
+        Algorithm::Adafactor(AdafactorOptions::default()),
+        Algorithm::AdamW(amsgrad),
+    ] {
+        let expected = finite_after_nan(&Device::Cpu, &algorithm);
+        assert!(expected[0].contains(&false));
+        assert_eq!(
+            finite_after_nan(&gpu, &algorithm),
+            expected,
+            "{algorithm:?}"
+        );
     }
 }

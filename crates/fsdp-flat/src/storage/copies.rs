@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 
 use super::cuda::place_of;
 use super::lend::{contiguous_bytes, released_error};
-use super::pinned::{PinnedMemory, copy_context, cuda_error};
+use super::pinned::{PinnedMemory, copy_context, cuda_error, record_for_host};
 use super::staging::{self, DeviceBytes};
 use super::storage_id;
 use crate::error::FlatError;
@@ -451,7 +451,7 @@ impl HostCopies {
             && block.end.is_none()
         {
             let stream = &self.streams[&block.ordinal];
-            block.end = Some(stream.record_event(None).map_err(cuda_error)?);
+            block.end = Some(record_for_host(stream)?);
         }
         Ok(())
     }

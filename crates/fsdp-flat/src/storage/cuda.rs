@@ -1,5 +1,6 @@
 //! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
+use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -30,15 +31,17 @@ pub enum Streams {
     /// One for all threads, in which work is done in the order in which they queue it.
     One,
     /// One for each thread, as candle's `Device::new_cuda` has them. Collectives of a thread
-    /// overlap with the computation of another.
+    /// overlap with the computation of another. Memory that one stream has freed goes to another
+    /// only once the GPU has come to that, or the other waits for it anyway.
     PerThread,
 }
 
 /// Opens the GPU with this CUDA ordinal for training. candle's `Device::new_cuda` opens it too, and
 /// then a step takes longer on the host:
 ///
-/// - With one stream no event has to be made for memory, of which candle makes two for each tensor.
-///   Streams that others add, such as NCCL's, are ordered by events of their own.
+/// - No events are made for memory, of which candle makes two for each tensor. It uses them only
+///   where a program adds streams to candle's context. Streams that others add, such as NCCL's,
+///   are ordered by events of their own.
 /// - Memory that is freed stays with the process for later tensors. Otherwise CUDA gives it back to
 ///   the system at each wait of the host, and takes it anew. Other processes on the GPU cannot have
 ///   it meanwhile.
@@ -51,32 +54,42 @@ pub fn open(ordinal: usize, streams: Streams) -> Result<Device, FlatError> {
         Streams::PerThread => Device::new_cuda(ordinal)?,
     };
     if let Device::Cuda(cuda_device) = &device {
-        if streams == Streams::One {
-            // SAFETY: all that candle does with this device's memory is in its one stream. Code of
-            // this project that uses another stream makes it wait for that one, and that one for
-            // it.
-            unsafe { cuda_device.disable_event_tracking() };
-        }
-        keep_freed_memory(cuda_device.cuda_stream().context()).map_err(cuda_error)?;
+        // SAFETY: what candle does with this device's memory is in its one stream, or in that of a
+        // thread, which candle orders with others in no way, tracked or not. Code of this project
+        // that uses another stream makes it wait for that one, and that one for it.
+        unsafe { cuda_device.disable_event_tracking() };
+        set_up_pool(cuda_device.cuda_stream().context(), streams).map_err(cuda_error)?;
     }
     Ok(device)
 }
 
 /// Lets the GPU's pool keep all memory that is freed, if memory comes from a pool.
-fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
+fn set_up_pool(context: &CudaContext, streams: Streams) -> Result<(), DriverError> {
     if !context.has_async_alloc() {
         return Ok(());
     }
     let mut threshold = u64::MAX;
-    // SAFETY: the device is open, and this attribute is a number of 64 bits.
+    let mut is_allowed: c_int = 0;
+    // SAFETY: the device is open. The first attribute is a number of 64 bits, the second one of C's
+    // type `int`.
     unsafe {
         let pool = result::device::get_default_mem_pool(context.cu_device())?;
         result::mem_pool::set_attribute(
             pool,
             sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
             (&raw mut threshold).cast(),
-        )
+        )?;
+        if streams == Streams::PerThread {
+            // Otherwise the pool takes memory that the computing stream will free much later, and
+            // makes the stream of collectives wait until it has.
+            result::mem_pool::set_attribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES,
+                (&raw mut is_allowed).cast(),
+            )?;
+        }
     }
+    Ok(())
 }
 
 macro_rules! slices {

@@ -215,6 +215,30 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }
 
+/// Returns a copy of a contiguous tensor of the host on a device, as [`to_device`] does. To an
+/// NVIDIA GPU it goes through pinned memory, and may be under way when this returns: work that the
+/// GPU is given later in this thread sees it.
+///
+/// # Errors
+/// Those of [`to_device`]; [`FlatError::OutOfMemory`].
+pub fn upload(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device
+        && tensor.device().is_cpu()
+        && tensor.elem_count() > 0
+        && PLAIN_DTYPES.contains(&tensor.dtype())
+    {
+        let target = cuda::undefined(device, tensor.dtype(), tensor.shape())?;
+        let mut upload = Upload::begin(&target)?;
+        upload
+            .bytes_mut()
+            .copy_from_slice(&HostBytes::read(tensor)?);
+        upload.finish()?;
+        return Ok(target);
+    }
+    to_device(tensor, device)
+}
+
 /// Copies the elements of a contiguous tensor into the memory of another one, contiguous and of the
 /// same dtype and number of elements: from the host to a GPU, without more memory there. Returns
 /// `false`, and does nothing, if they are not on these devices.

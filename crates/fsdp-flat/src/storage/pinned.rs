@@ -7,7 +7,9 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaEvent, CudaStream, DriverError, result, sys,
+};
 
 use crate::error::FlatError;
 
@@ -29,10 +31,16 @@ pub(super) fn copy_context(ordinal: usize) -> Result<Arc<CudaContext>, DriverErr
         return Ok(Arc::clone(context));
     }
     let context = CudaContext::new(ordinal)?;
-    // SAFETY: no memory of a GPU is allocated in this context.
+    // SAFETY: the little memory of GPUs that is allocated in this context is ordered by events.
     unsafe { context.disable_event_tracking() };
     contexts.insert(ordinal, Arc::clone(&context));
     Ok(context)
+}
+
+/// Records the end of a stream's work for a thread that waits for it, which sleeps meanwhile.
+pub(super) fn record_for_host(stream: &CudaStream) -> Result<CudaEvent, FlatError> {
+    let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC;
+    stream.record_event(Some(flags)).map_err(cuda_error)
 }
 
 /// A stretch of pinned memory. Its bytes are any bytes until something is copied there.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::pinned::{PinnedMemory, copy_context, cuda_error};
+use super::pinned::{PinnedMemory, copy_context, cuda_error, record_for_host};
 use crate::error::FlatError;
 
 /// The bytes that are copied at a time: enough for the speed of the bus, and few enough to be in
@@ -122,7 +122,7 @@ fn read_on<E: From<FlatError>>(
             lane.buffers[buffer_index].begin_copy(0..len, address, &lane.stream)
         }
         .map_err(cuda_error)?;
-        let arrived = lane.stream.record_event(None).map_err(cuda_error)?;
+        let arrived = record_for_host(&lane.stream)?;
         let piece = PieceInFlight {
             buffer_index,
             len,

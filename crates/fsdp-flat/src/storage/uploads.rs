@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 
 use super::cuda::{place_of, write, write_later};
 use super::lend::{StorageMut, contiguous_bytes, with_storage_mut};
-use super::pinned::{PinnedMemory, copy_context, cuda_error};
+use super::pinned::{PinnedMemory, copy_context, cuda_error, record_for_host};
 use crate::error::FlatError;
 
 /// The bytes of a block of pinned memory that several tensors share. A tensor that is longer has a
@@ -133,7 +133,7 @@ impl Block {
 
     /// Records the end of a copy that the stream has been given.
     fn record_end(&self, stream: &Arc<CudaStream>) -> Result<(), FlatError> {
-        let end = stream.record_event(None).map_err(cuda_error)?;
+        let end = record_for_host(stream)?;
         let mut ends = lock(&self.ends);
         ends.retain(|end| !end.is_complete());
         ends.push(end);

@@ -27,6 +27,19 @@ fn contiguous(grad: &Tensor) -> Result<Tensor> {
     Ok(grad.detach().flatten_all()?.contiguous()?)
 }
 
+/// Returns a tensor of one dimension in a dtype, if one is given and the tensor holds floats;
+/// others as they are. It may have more elements than candle's kernels can count, but no gradient.
+pub(crate) fn cast_elements(tensor: Tensor, dtype: Option<DType>) -> Result<Tensor> {
+    if let Some(dtype) = dtype
+        && dtype != tensor.dtype()
+        && step::can_write(tensor.device(), dtype, tensor.dtype())?
+    {
+        let elements = step::Part::Elements(contiguous(&tensor)?);
+        return Ok(step::join(&[elements], dtype, tensor.device())?);
+    }
+    Ok(cast(tensor, dtype)?)
+}
+
 /// Puts the elements of an unsharded FlatParameter into the tensors of its parameters, which get
 /// fresh memory. One launch does it if there is a kernel.
 ///

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
 use fsdp_flat::storage::{
-    Contents, HostSlice, HostSliceMut, Scalar, to_device, zeroed_vec, zeros_on,
+    Contents, HostSlice, HostSliceMut, Scalar, to_device, upload, zeroed_vec, zeros_on,
 };
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
@@ -15,7 +15,6 @@ use tracing::trace;
 use super::device;
 use super::gradient::add_assign;
 use super::groups::Groups;
-use crate::config::cast;
 use crate::error::Result;
 use crate::tasks;
 
@@ -92,8 +91,8 @@ impl UnitExchange {
             return Ok(Gathered::Host(Vec::new()));
         };
         // Cast before the collective, so that the narrower dtype is sent.
-        let converted = cast(flat.shard().clone(), Some(self.compute_dtype))?;
-        let shard = to_device(&converted, &self.device)?;
+        let converted = device::cast_elements(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = upload(&converted, &self.device)?;
         let Some(group) = &self.groups.shard else {
             return self.split_into_params(&shard);
         };
@@ -173,7 +172,7 @@ impl UnitExchange {
             trace!(unit = %self.name, "reduce gradients");
             // Gradients that stay on this rank are not rounded.
             let sent_grad = if self.groups.shard.is_some() {
-                cast(unsharded, reduction.sent_dtype)?
+                device::cast_elements(unsharded, reduction.sent_dtype)?
             } else {
                 unsharded
             };
@@ -181,7 +180,7 @@ impl UnitExchange {
                 with_float!(sent_grad.dtype(), T => self.reduce_scatter::<T>(sent_grad)?);
             self.add_to(
                 &mut reduction.partial,
-                cast(scattered_grad, Some(self.reduce_dtype))?,
+                device::cast_elements(scattered_grad, Some(self.reduce_dtype))?,
             )?;
         }
         if self.groups.replicate.is_some() && !reduction.all_reduces {
@@ -191,13 +190,13 @@ impl UnitExchange {
             return Ok(reduction);
         };
         let sent_grad = if self.groups.replicate.is_some() {
-            cast(partial, reduction.sent_dtype)?
+            device::cast_elements(partial, reduction.sent_dtype)?
         } else {
             partial
         };
         let reduced = with_float!(sent_grad.dtype(), T => self.all_reduce::<T>(sent_grad)?);
         reduction.reduced = Some(to_device(
-            &cast(reduced, Some(self.dtype))?,
+            &device::cast_elements(reduced, Some(self.dtype))?,
             &self.shard_device,
         )?);
         Ok(reduction)

@@ -315,14 +315,15 @@ impl Update<'_> {
         }
         let estimate = match moved.as_slice() {
             [rows, columns] => {
-                let mean = rows.mean_keepdim(D::Minus2)?.maximum(numbers.eps)?;
+                let mean = at_least(&rows.mean_keepdim(D::Minus2)?, numbers.eps)?;
                 rows.broadcast_mul(columns)?.broadcast_div(&mean)?
             }
             moved => moved[0].clone(),
         };
-        let direction = (grad / estimate.maximum(numbers.eps * numbers.eps)?.sqrt()?)?;
-        let alpha = (root_mean_square(param)?.maximum(numbers.least_scale)? * numbers.rate)?;
-        let excess = (root_mean_square(&direction)? / numbers.threshold)?.maximum(1.0)?;
+        let direction = (grad / at_least(&estimate, numbers.eps * numbers.eps)?.sqrt()?)?;
+        let scale = at_least(&root_mean_square(param)?, numbers.least_scale)?;
+        let alpha = (scale * numbers.rate)?;
+        let excess = at_least(&(root_mean_square(&direction)? / numbers.threshold)?, 1.0)?;
         let change = direction.broadcast_mul(&(alpha / excess)?)?;
         Ok((((param * numbers.keep)? - change)?, moved))
     }
@@ -354,6 +355,17 @@ impl Update<'_> {
             })
             .collect::<Result<_>>()
     }
+}
+
+/// Returns the elements that are smaller than a number as that number. A NaN stays one, which
+/// candle's `maximum` loses on GPUs.
+fn at_least(values: &Tensor, least: f64) -> Result<Tensor> {
+    // candle chooses between tensors on GPUs only where they have dimensions.
+    let shape = values.shape();
+    let values = values.flatten_all()?;
+    let floor = (values.zeros_like()? + least)?;
+    let chosen = values.lt(&floor)?.where_cond(&floor, &values)?;
+    Ok(chosen.reshape(shape)?)
 }
 
 /// Returns the root of the mean of the squares of all elements.

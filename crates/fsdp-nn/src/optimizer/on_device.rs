@@ -289,7 +289,8 @@ fn adam(
     let v = ((exp_avg_sq * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
     // With amsgrad the third entry is the largest average so far.
     let max_exp_avg_sq = match optional_max.first() {
-        Some(earlier_max) => Some(earlier_max.maximum(&v)?),
+        // A NaN stays one, which candle's `maximum` loses on GPUs.
+        Some(earlier_max) => Some(earlier_max.gt(&v)?.where_cond(earlier_max, &v)?),
         None => None,
     };
     let squares = max_exp_avg_sq.as_ref().unwrap_or(&v);
