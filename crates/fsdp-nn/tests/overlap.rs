@@ -712,13 +712,9 @@ enum Lost {
     InReduction,
 }
 
-/// Sends a signal to the last rank when all ranks have queued a unit's collectives, which the link
-/// of the stand-in holds up. The others' errors name it.
-fn lose_the_last_rank(task: &str, signal: Signal) {
-    lose_the_last_of(RANKS, task, signal);
-}
-
-fn lose_the_last_of(world_size: usize, task: &str, signal: Signal) {
+/// Starts so many ranks, and sends a signal to the last one when all have queued a unit's
+/// collectives, which the link of the stand-in holds up. The others' errors name it.
+fn lose_the_last_rank(world_size: usize, task: &str, signal: Signal) {
     if counts().is_none() {
         return;
     }
@@ -736,27 +732,27 @@ fn lose_the_last_of(world_size: usize, task: &str, signal: Signal) {
 
 #[test]
 fn the_others_name_a_rank_that_dies_while_a_unit_is_gathered() {
-    lose_the_last_rank("until a rank is lost in a gather", Signal::KILL);
+    lose_the_last_rank(RANKS, "until a rank is lost in a gather", Signal::KILL);
 }
 
 #[test]
 fn the_others_name_a_rank_that_stops_while_a_unit_is_gathered() {
-    lose_the_last_rank("until a rank is lost in a gather", Signal::STOP);
+    lose_the_last_rank(RANKS, "until a rank is lost in a gather", Signal::STOP);
 }
 
 #[test]
 fn the_others_name_a_rank_that_dies_while_gradients_are_reduced() {
-    lose_the_last_rank("until a rank is lost in a reduction", Signal::KILL);
+    lose_the_last_rank(RANKS, "until a rank is lost in a reduction", Signal::KILL);
 }
 
 #[test]
 fn the_others_name_a_rank_that_stops_while_gradients_are_reduced() {
-    lose_the_last_rank("until a rank is lost in a reduction", Signal::STOP);
+    lose_the_last_rank(RANKS, "until a rank is lost in a reduction", Signal::STOP);
 }
 
 #[test]
 fn a_replica_that_lost_a_rank_sends_nothing_of_it_to_the_others() {
-    lose_the_last_of(4, "until a rank of another replica is lost", Signal::STOP);
+    lose_the_last_rank(4, "until a rank of another replica is lost", Signal::STOP);
 }
 
 /// Queues the reductions of a unit, the first of which the last rank does not survive. The ranks of

@@ -77,6 +77,7 @@ pub(super) struct Communicator {
 pub(super) struct Communicators(Arc<Mutex<Vec<Weak<Communicator>>>>);
 
 impl Communicators {
+    /// Adds a new communicator, and forgets those that are gone.
     fn add(&self, communicator: &Arc<Communicator>) {
         let mut list = lock(&self.0);
         list.retain(|communicator| communicator.strong_count() > 0);

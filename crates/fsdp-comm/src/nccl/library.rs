@@ -178,15 +178,16 @@ fn open(name: &str) -> Result<Library, String> {
 /// The library that cannot be loaded, and the reason; a setting under which calls could not be
 /// ended.
 pub(super) fn check() -> Result<(), String> {
-    check_blocking(std::env::var_os(BLOCKING).as_deref())?;
+    refuse_blocking(std::env::var_os(BLOCKING).as_deref())?;
     functions().map(|_| ())
 }
 
 /// The variable by which NCCL makes communicators blocking, whatever a program asks for.
 const BLOCKING: &str = "NCCL_COMM_BLOCKING";
 
-/// Checks the value of [`BLOCKING`]. The error says what to do.
-fn check_blocking(value: Option<&OsStr>) -> Result<(), String> {
+/// Refuses blocking communicators: a call of one could not be ended if another rank is lost.
+/// `value` is that of [`BLOCKING`], and the error says what to do.
+fn refuse_blocking(value: Option<&OsStr>) -> Result<(), String> {
     if value.is_none_or(|value| value == "0") {
         return Ok(());
     }
@@ -557,9 +558,9 @@ mod tests {
     #[test]
     fn blocking_communicators_are_refused() {
         for value in [None, Some("0")] {
-            assert_eq!(check_blocking(value.map(OsStr::new)), Ok(()));
+            assert_eq!(refuse_blocking(value.map(OsStr::new)), Ok(()));
         }
-        let refused = check_blocking(Some(OsStr::new("1"))).unwrap_err();
+        let refused = refuse_blocking(Some(OsStr::new("1"))).unwrap_err();
         assert!(refused.contains("NCCL_COMM_BLOCKING"), "{refused}");
     }
 

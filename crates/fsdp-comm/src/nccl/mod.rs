@@ -133,7 +133,8 @@ impl NcclBackend {
         NcclBackend::start(control, ordinal, Origin::Id(id), communicators, round)
     }
 
-    /// Waits until all ranks have joined the communicator.
+    /// Makes the backend of a group whose communicator comes from `origin`: starts the watcher, and
+    /// waits until all ranks have joined the communicator.
     fn start(
         control: Arc<TcpBackend>,
         ordinal: usize,

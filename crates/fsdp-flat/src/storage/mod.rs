@@ -215,12 +215,12 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }
 
-/// Returns a copy of a contiguous tensor of the host on a device, as [`to_device`] does. To an
-/// NVIDIA GPU it goes through pinned memory, and may be under way when this returns: work that the
-/// GPU is given later in this thread sees it.
+/// Returns a copy of a contiguous tensor of the host on a device, and does not wait for an NVIDIA
+/// GPU, as [`to_device`] would: the copy goes through pinned memory, and may be under way when this
+/// returns. Work that this thread gives to the GPU later sees it.
 ///
 /// # Errors
-/// Those of [`to_device`]; [`FlatError::OutOfMemory`].
+/// candle's and CUDA's errors; [`FlatError::OutOfMemory`] if the host lacks the memory.
 pub fn upload(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device

@@ -189,8 +189,8 @@ pub(crate) fn check_same_stream(first: &CudaStorage, second: &CudaStorage) -> Re
 /// Returns the address of a tensor's first element, and what ends its use.
 ///
 /// # Errors
-/// Those of [`check_stream`]; a tensor that is longer than its memory, or of a type that kernels do
-/// not read.
+/// A tensor of another GPU or stream; one that is longer than its memory, or of a type that kernels
+/// do not read.
 fn address<'a>(operand: &Operand<'a>, stream: &'a CudaStream) -> Result<(u64, SyncOnDrop<'a>)> {
     #[cfg(not(test))]
     let Memory::Cuda(storage) = operand.memory;

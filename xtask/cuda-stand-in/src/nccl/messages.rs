@@ -151,7 +151,7 @@ impl Messages {
         let of_abort = aborted(from);
         let received = wait(
             || {
-                // What the rank had sent before it aborted is there.
+                // The abort is looked for first, so that no message from before it is missed.
                 let has_aborted = self.read(&of_abort)?.is_some();
                 let message = self.read(&name)?.map(Received::Message);
                 Ok(message.or(has_aborted.then_some(Received::Undefined)))
